@@ -1,0 +1,1 @@
+"""From kernel ops to binaries: select, render, build, emit."""
