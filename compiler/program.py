@@ -1,0 +1,64 @@
+"""The launch program of an artifact: buffers, kernels in order, sizes as expressions. Plain data, no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dim = int | str
+BufferKind = Literal["input", "weight", "cache", "workspace", "output"]
+
+# The symbolic sizes of a step. T tokens, R requests, L rows whose logits are wanted, P page-table columns;
+# num_pages is chosen when the pool is made.
+DIMS = ("T", "R", "L", "P", "num_pages")
+
+# What the runtime fills in for every step: dtype and shape.
+STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
+    "input_ids": ("i64", ("T",)),
+    "positions": ("i64", ("T",)),
+    "slot_mapping": ("i64", ("T",)),
+    "page_table": ("i32", ("R", "P")),
+    "seq_lens": ("i32", ("R",)),
+    "cu_seqlens_q": ("i32", ("R + 1",)),
+    "logit_rows": ("i64", ("L",)),
+}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of memory that steps read or write.
+
+    dtype   "fp32", "bf16", "i32", "i64"
+    shape   ints, or expressions in DIMS
+    offset  workspace only: bytes from its start, an expression in DIMS
+    """
+
+    name: str
+    kind: BufferKind
+    dtype: str
+    shape: tuple[Dim, ...]
+    offset: Dim | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order."""
+
+    kernel: str
+    args: tuple[str | int | float, ...]
+    grid: tuple[Dim, Dim, Dim] = (1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs in one step, in order.
+
+    workspace  bytes of scratch memory, an expression in DIMS
+    page_size  tokens per KV page
+    """
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    workspace: Dim
+    page_size: int
+
+    def of_kind(self, kind: BufferKind) -> tuple[Buffer, ...]:
+        return tuple(b for b in self.buffers if b.kind == kind)
