@@ -12,21 +12,33 @@ Param = int | float | str | bool
 class Arg:
     """One run-time argument of a kernel, in call order.
 
-    kind   "pointer" (dtype is the element's) or "scalar" (dtype is the value's)
+    kind   "pointer" (dtype is the element's), "scalar" (dtype is the value's), or "descriptor": a tensor map for
+           TMA over a row-major tensor of `shape`, moved in tiles of `block`
     dtype  "fp32", "bf16", "i32", "i64"
+    value  scalar only: a number or an expression in the step's dims
+    shape  descriptor only: ints or expressions in the step's dims
     """
 
     name: str
     kind: str
     dtype: str
     is_divisible_by_16: bool = True
+    value: Param = 0
+    shape: tuple[int | str, ...] = ()
+    block: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class KernelSpec:
     """What to generate: a template, everything its text depends on, and how it is called.
 
+    params        upper-case names are compile-time numbers of the kernel (tl.constexpr), the others shape its text
     grid, bytes, flops are expressions in the step's dims (T tokens, R requests, L logit rows, S context tokens).
+    when          condition in the dims under which the kernel is launched ("T <= 16"); empty means always. The
+                  number of tokens is unknown when a node is selected, so a node may get a kernel for each range
+    also          the node's further launches, in order, each under its own `when`
+    scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
+    alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
     """
 
     op: str
@@ -39,11 +51,21 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 1
     label: str = ""
+    when: str = ""
+    also: tuple["KernelSpec", ...] = ()
+    scratch: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
+    alternatives: tuple["KernelSpec", ...] = ()
+
+    @property
+    def launches(self) -> tuple["KernelSpec", ...]:
+        """Every kernel of the node in launch order, this one first."""
+        return (self, *self.also)
 
     @property
     def key(self) -> str:
         """Hash of all that the built kernel depends on, short enough for a file name."""
-        text = json.dumps([self.template, self.params, [vars(a) for a in self.args], self.num_warps, self.num_stages])
+        args = [{name: value for name, value in vars(arg).items() if name != "value"} for arg in self.args]
+        text = json.dumps([self.template, self.params, args, self.num_warps, self.num_stages])
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     @property

@@ -40,11 +40,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order."""
+    """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order.
+
+    when  condition in DIMS under which the launch happens; empty means always
+    """
 
     kernel: str
     args: tuple[str | int | float, ...]
     grid: tuple[Dim, Dim, Dim] = (1, 1, 1)
+    when: str = ""
 
 
 @dataclass(frozen=True)
