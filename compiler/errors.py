@@ -37,5 +37,13 @@ class RequestError(OctavoError):
     """A request can never be served as asked (empty prompt, too long, bad sampling parameters)."""
 
 
+class MissingDependencyError(OctavoError):
+    """An optional library that a feature needs is not installed."""
+
+
+class ExecutionError(OctavoError):
+    """A program failed while it ran, or gave logits that are not numbers."""
+
+
 class OutOfPages(OctavoError):
     """The page pool cannot serve an allocation now. Internal: the scheduler preempts or waits."""
