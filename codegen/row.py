@@ -1,0 +1,117 @@
+"""One row of the selection table, and what rows read off a node. Knows no template and no feature."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from octavo.codegen.kernel import KernelSpec
+from octavo.compiler.dims import dim_names, dtype_name, to_dim
+from octavo.compiler.errors import CodegenError
+from octavo.compiler.program import Dim
+from octavo.compiler.target import Target
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to compute one op on one target family.
+
+    op      name of the octavo op
+    reject  why the row cannot serve this node on this target, with the numbers; None if it can
+    spec    the kernel to generate
+
+    How emit binds the arguments of a KernelSpec, by name (an ending `_ptr` or `_desc` is ignored):
+    pointer, descriptor  an argument of the op's schema -> that tensor's buffer; `out`, or `out_0`, `out_1`, ...
+                         for several results -> the buffer written; a name of the spec's scratch -> that memory
+    scalar               the argument's own `value`, an expression in the step's sizes (see `row_count`)
+    """
+
+    name: str
+    op: str
+    reject: Callable[[fx.Node, Target], str | None]
+    spec: Callable[[fx.Node, Target], KernelSpec]
+
+
+def always(node: fx.Node, target: Target) -> None:
+    """The predicate of a row that serves every node."""
+
+
+def op_name(node: fx.Node) -> str | None:
+    """ "linear" for a call of octavo::linear; None for any other node."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "octavo":
+        return str(target._schema.name.split("::")[1])
+    return None
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an octavo call by the schema's names, defaults filled in; tensors are nodes."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload), f"{node.format_node()} calls no op"
+    values: dict[str, Any] = {}
+    for index, parameter in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            values[parameter.name] = node.args[index]
+        else:
+            values[parameter.name] = node.kwargs.get(parameter.name, parameter.default_value)
+    return values
+
+
+def tensor(node: fx.Node, name: str) -> torch.Tensor:
+    """The fake tensor of a tensor argument."""
+    value = arguments(node)[name].meta["val"]
+    assert isinstance(value, torch.Tensor), f"argument {name} of {node} is no tensor"
+    return value
+
+
+def static_size(node: fx.Node, name: str, axis: int) -> int:
+    """A size that kernels are specialised on. Raises CodegenError if it is symbolic."""
+    size = tensor(node, name).shape[axis]
+    if not isinstance(size, int):
+        raise CodegenError(
+            f"select: axis {axis} of {name} must have a fixed size, got {size} ({where(node)})"
+        )
+    return size
+
+
+def writes_logits(node: fx.Node) -> bool:
+    """Whether the result leaves the graph, possibly through views: such results are handed over in fp32."""
+    return any(user.op == "output" or (is_view(user) and writes_logits(user)) for user in node.users)
+
+
+def result_dtype(node: fx.Node) -> str:
+    """The dtype in which the (first) result is stored."""
+    return "fp32" if writes_logits(node) else dtype_name(first_result(node))
+
+
+def first_result(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of the only or the first result."""
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, tuple | list) else value
+    assert isinstance(first, torch.Tensor), f"{node} has no tensor result"
+    return first
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only renames memory: a view or a reshape of a contiguous tensor."""
+    return node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+def row_count(node: fx.Node) -> Dim:
+    """Rows of the (first) result, its axis 1: "T", or "L" once gather_logits picked rows."""
+    return to_dim(first_result(node).shape[1], dim_names(node.graph))
+
+
+def where(node: fx.Node) -> str:
+    """Node, module path and user source line for messages, as far as they are known."""
+    parts = [f"node {node.name}"]
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        parts.append(str(list(stack.values())[-1][0]))
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    files = [line.strip() for line in lines if line.strip().startswith("File ")]
+    if files:
+        parts.append(files[-1])
+    return ", ".join(parts)

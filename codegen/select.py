@@ -1,0 +1,44 @@
+"""op node + target -> KernelSpec: the only place that chooses. Rows are tried in order, the first wins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from octavo.codegen.kernel import KernelSpec
+from octavo.codegen.row import Row, op_name, where
+from octavo.compiler.errors import CodegenError
+from octavo.compiler.target import Family, Target
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was chosen for a node.
+
+    skipped  (row, why it was not taken) for the rows tried before
+    """
+
+    row: str
+    spec: KernelSpec
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+def select(node: fx.Node, target: Target, rows: Mapping[Family, tuple[Row, ...]]) -> Selection:
+    """The first row of the target's family that serves the node.
+
+    Raises CodegenError if none does, with each row's reason.
+    """
+    op = op_name(node)
+    skipped: list[tuple[str, str]] = []
+    for row in rows.get(target.family, ()):
+        if row.op != op:
+            continue
+        reason = row.reject(node, target)
+        if reason is None:
+            return Selection(row.name, row.spec(node, target), tuple(skipped))
+        skipped.append((row.name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped)
+    raise CodegenError(
+        f"select: no {target.name} kernel for {op or node.target} ({where(node)}): "
+        f"{reasons or f'no row of the {target.family} table has that op'}"
+    )

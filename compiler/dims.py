@@ -1,0 +1,58 @@
+"""The sizes of a lowered graph by name: which symbol is T, R, L, P or num_pages, and sizes in these names."""
+
+import re
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.program import STEP_INPUTS, Dim
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "i32": 4, "i64": 8}
+CACHE_NAME = re.compile(r"[kv]_cache_\d+")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """ "fp32", "bf16", "i32" or "i64". Raises IllegalGraphError for any other dtype."""
+    if tensor.dtype not in DTYPE_NAMES:
+        raise IllegalGraphError(f"dtype must be one of {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}")
+    return DTYPE_NAMES[tensor.dtype]
+
+
+def dim_names(graph: fx.Graph) -> dict[sympy.Symbol, str]:
+    """The graph's size symbols -> T, R, L, P, num_pages, read off its step inputs and caches."""
+    names: dict[sympy.Symbol, str] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        shape = node.meta["val"].shape
+        if node.name in STEP_INPUTS:
+            # Token inputs are (1, T) in the graph and (T,) in the program.
+            expected = STEP_INPUTS[node.name][1]
+            pairs = zip(expected, shape[len(shape) - len(expected) :], strict=True)
+        elif CACHE_NAME.fullmatch(node.name):
+            pairs = zip(("num_pages",), shape[:1], strict=True)
+        else:
+            continue
+        for name, size in pairs:
+            symbol = as_expression(size)
+            if isinstance(symbol, sympy.Symbol) and str(name).isidentifier():
+                names.setdefault(symbol, str(name))
+    return names
+
+
+def as_expression(size: Any) -> sympy.Expr:
+    """A torch size as a sympy expression."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def to_dim(size: Any, names: dict[sympy.Symbol, str]) -> Dim:
+    """A torch size as an int, or as an expression in the names of a step's sizes."""
+    expression = as_expression(size)
+    if expression.is_Integer:
+        return int(expression)
+    unknown = expression.free_symbols - set(names)
+    if unknown:
+        raise IllegalGraphError(f"size {expression} holds {sorted(map(str, unknown))}, known are {names}")
+    return str(expression.subs({symbol: sympy.Symbol(name) for symbol, name in names.items()}))
