@@ -1,0 +1,44 @@
+"""The public surface of Octavo. Names load on first use, so `import octavo` costs no torch."""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.compiler import errors as errors
+    from octavo.compiler.api import Compiled as Compiled
+    from octavo.compiler.api import compile as compile
+    from octavo.compiler.api import load as load
+    from octavo.compiler.options import CompileOptions as CompileOptions
+    from octavo.runtime.request import SamplingParams as SamplingParams
+
+# public name -> the module that defines it; `errors` is the module itself
+_HOME = {
+    "Compiled": "octavo.compiler.api",
+    "compile": "octavo.compiler.api",
+    "load": "octavo.compiler.api",
+    "CompileOptions": "octavo.compiler.options",
+    "SamplingParams": "octavo.runtime.request",
+    "errors": "octavo.compiler.errors",
+}
+
+__all__ = ["CompileOptions", "Compiled", "SamplingParams", "__version__", "compile", "errors", "load"]
+
+try:
+    # Recorded in every artifact.
+    __version__ = version("octavo")
+except PackageNotFoundError:  # a checkout on the path that was never installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module = import_module(_HOME[name])
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
