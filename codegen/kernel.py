@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.compiler.program import Range
+
 Param = int | float | str | bool
 
 
@@ -15,7 +17,7 @@ class Arg:
     kind   "pointer" (dtype is the element's), "scalar" (dtype is the value's), or "descriptor": a tensor map for
            TMA over a row-major tensor of `shape`, moved in tiles of `block`
     dtype  "fp32", "bf16", "i32", "i64"
-    value  scalar only: a number or an expression in the step's dims
+    value  scalar only: a number or an expression in the step's dims; empty means that the name says it
     shape  descriptor only: ints or expressions in the step's dims
     """
 
@@ -23,7 +25,7 @@ class Arg:
     kind: str
     dtype: str
     is_divisible_by_16: bool = True
-    value: Param = 0
+    value: int | str = ""
     shape: tuple[int | str, ...] = ()
     block: tuple[int, ...] = ()
 
@@ -34,8 +36,8 @@ class KernelSpec:
 
     params        upper-case names are compile-time numbers of the kernel (tl.constexpr), the others shape its text
     grid, bytes, flops are expressions in the step's dims (T tokens, R requests, L logit rows, S context tokens).
-    when          condition in the dims under which the kernel is launched ("T <= 16"); empty means always. The
-                  number of tokens is unknown when a node is selected, so a node may get a kernel for each range
+    when          the steps in which the kernel is launched; None means all. The number of tokens is unknown when
+                  a node is selected, so a node may get a kernel for each range of it
     also          the node's further launches, in order, each under its own `when`
     scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
     alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
@@ -51,7 +53,7 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 1
     label: str = ""
-    when: str = ""
+    when: Range | None = None
     also: tuple["KernelSpec", ...] = ()
     scratch: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
     alternatives: tuple["KernelSpec", ...] = ()

@@ -39,16 +39,25 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Holds in the steps where low <= value <= high; value is an expression in DIMS, high None means no bound."""
+
+    value: Dim
+    low: int = 0
+    high: int | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order.
 
-    when  condition in DIMS under which the launch happens; empty means always
+    when  the steps in which the launch happens; None means all
     """
 
     kernel: str
     args: tuple[str | int | float, ...]
     grid: tuple[Dim, Dim, Dim] = (1, 1, 1)
-    when: str = ""
+    when: Range | None = None
 
 
 @dataclass(frozen=True)
