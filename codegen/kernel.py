@@ -5,8 +5,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.compiler.program import Range
-
 Param = int | float | str | bool
 
 
@@ -36,8 +34,8 @@ class KernelSpec:
 
     params        upper-case names are compile-time numbers of the kernel (tl.constexpr), the others shape its text
     grid, bytes, flops are expressions in the step's dims (T tokens, R requests, L logit rows, S context tokens).
-    when          the steps in which the kernel is launched; None means all. The number of tokens is unknown when
-                  a node is selected, so a node may get a kernel for each range of it
+    when          condition in the dims under which the kernel is launched ("T <= 16"); empty means always. The
+                  number of tokens is unknown when a node is selected, so a node may get a kernel for each range
     also          the node's further launches, in order, each under its own `when`
     scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
     alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
@@ -53,7 +51,7 @@ class KernelSpec:
     num_warps: int = 4
     num_stages: int = 1
     label: str = ""
-    when: Range | None = None
+    when: str = ""
     also: tuple["KernelSpec", ...] = ()
     scratch: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
     alternatives: tuple["KernelSpec", ...] = ()

@@ -39,25 +39,16 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Range:
-    """Holds in the steps where low <= value <= high; value is an expression in DIMS, high None means no bound."""
-
-    value: Dim
-    low: int = 0
-    high: int | None = None
-
-
-@dataclass(frozen=True)
 class Step:
     """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order.
 
-    when  the steps in which the launch happens; None means all
+    when  condition in DIMS under which the launch happens; empty means always
     """
 
     kernel: str
     args: tuple[str | int | float, ...]
     grid: tuple[Dim, Dim, Dim] = (1, 1, 1)
-    when: Range | None = None
+    when: str = ""
 
 
 @dataclass(frozen=True)
