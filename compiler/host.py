@@ -1,6 +1,6 @@
-"""What this machine offers: CPU feature level, cores, memory, C++ compiler, and a cache of what that compiler built.
+"""What this machine offers: CPU feature level, cores, memory, C++ compiler, and a cache of what that built.
 
-Standard library only, so that an artifact can be served (and its host code rebuilt) without the rest of the compiler.
+Standard library only: an artifact can be served, and its host code rebuilt, without the rest of the compiler.
 """
 
 import fcntl
@@ -38,7 +38,10 @@ BUILD_TIMEOUT_S = 900
 
 
 def host_features() -> str:
-    """The best of LEVELS that this CPU has; OCTAVO_CPU_FEATURES may lower it (a higher or unknown one: OptionError)."""
+    """The best of LEVELS that this CPU has. OCTAVO_CPU_FEATURES may name a lower one.
+
+    Raises OptionError if that is no level, or one that this CPU lacks.
+    """
     level = _detected_features()
     wanted = os.environ.get("OCTAVO_CPU_FEATURES", "")
     if not wanted:
@@ -46,7 +49,7 @@ def host_features() -> str:
     choices = LEVELS[LEVELS.index(level) :]
     if wanted not in choices:
         raise OptionError(
-            f"OCTAVO_CPU_FEATURES: expected one of {', '.join(choices)} on this CPU, got '{wanted}'; unset it or lower it"
+            f"OCTAVO_CPU_FEATURES: expected one of {', '.join(choices)} on this CPU, got '{wanted}'; unset it"
         )
     return wanted
 
@@ -102,10 +105,12 @@ def _read_words(path: str) -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as the start of a command line: $CXX if set, else the first of c++, g++, clang++ on PATH."""
+    """The C++ compiler, as the start of a command line: $CXX if set, else c++, g++ or clang++ on PATH."""
     if chosen := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(chosen[0]) is None:
-            raise ToolchainError(f"C++ compiler: CXX is '{chosen[0]}', which is not on PATH; correct or unset CXX")
+            raise ToolchainError(
+                f"C++ compiler: CXX is '{chosen[0]}', which is not on PATH; correct or unset CXX"
+            )
         return chosen
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
@@ -119,7 +124,9 @@ def find_compiler() -> list[str]:
 @lru_cache(maxsize=8)
 def _compiler_version(command: tuple[str, ...]) -> str:
     try:
-        result = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"C++ compiler: '{shlex.join(command)} --version' failed: {error}") from None
     if result.returncode != 0:
@@ -184,7 +191,9 @@ def _compile(source: str, command: list[str], library: Path) -> None:
             raise CodegenError(_failure(result, line, library.with_suffix(".failed.cpp"), source))
         os.replace(text, library.with_suffix(".cpp"))
         with built.open("rb") as handle:
-            os.fsync(handle.fileno())  # a crash after the rename must not leave an empty library under its key
+            os.fsync(
+                handle.fileno()
+            )  # a crash after the rename must not leave an empty library under its key
         os.replace(built, library)
 
 

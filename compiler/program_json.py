@@ -1,0 +1,154 @@
+"""The launch program as JSON text and back. Reading checks every count, name, kind and expression."""
+
+import json
+import math
+import re
+from typing import Any, get_args
+
+from octavo.compiler.errors import ArtifactError
+from octavo.compiler.expression import validate, validate_condition
+from octavo.compiler.program import DIMS, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+
+MAX_BUFFERS = 200_000
+MAX_STEPS = 200_000
+MAX_ARGS = 256
+MAX_RANK = 8
+MAX_PAGE_SIZE = 65_536
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,254}")
+_KINDS = get_args(BufferKind)
+_DTYPES = ("fp32", "bf16", "i32", "i64", "u8")
+
+
+def program_to_json(program: Program) -> str:
+    """Deterministic text; one buffer or step a line, so that a person can read and compare it."""
+    lines = {
+        "buffers": [_compact(vars(buffer)) for buffer in program.buffers],
+        "steps": [_compact(vars(step)) for step in program.steps],
+    }
+    parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
+    parts += [f'"workspace": {json.dumps(program.workspace)}', f'"page_size": {program.page_size}']
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _compact(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, separators=(", ", ":"), allow_nan=False)
+
+
+def program_from_json(text: str, where: str = "program.json") -> Program:
+    """Parse and check; raises ArtifactError naming what was expected, what came and where."""
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _bad(where, "JSON", error) from None
+    _expect_keys(data, {"buffers", "steps", "workspace", "page_size"}, where)
+    rows = _list(data["buffers"], MAX_BUFFERS, f"{where} buffers")
+    buffers = tuple(_buffer(row, f"{where} buffer {i}") for i, row in enumerate(rows))
+    names = {buffer.name for buffer in buffers}
+    if len(names) != len(buffers):
+        raise _bad(where, "distinct buffer names", f"{len(buffers) - len(names)} repeated")
+    rows = _list(data["steps"], MAX_STEPS, f"{where} steps")
+    steps = tuple(_step(row, names, f"{where} step {i}") for i, row in enumerate(rows))
+    page_size = data["page_size"]
+    if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise _bad(where, f"page_size of 1 to {MAX_PAGE_SIZE}", page_size)
+    program = Program(buffers, steps, _dim(data["workspace"], DIMS, f"{where} workspace"), page_size)
+    _check_interface(program, where)
+    return program
+
+
+def _buffer(row: Any, where: str) -> Buffer:
+    _expect_keys(row, {"name", "kind", "dtype", "shape", "offset"}, where)
+    name, kind, dtype = row["name"], row["kind"], row["dtype"]
+    if not _is_name(name):
+        raise _bad(where, "a name", name)
+    where = f"{where} '{name}'"
+    if kind not in _KINDS or dtype not in _DTYPES:
+        raise _bad(
+            where, f"a kind of {', '.join(_KINDS)} and a dtype of {', '.join(_DTYPES)}", f"{kind}, {dtype}"
+        )
+    allowed = () if kind == "weight" else DIMS
+    shape = tuple(
+        _dim(size, allowed, f"{where} shape") for size in _list(row["shape"], MAX_RANK, f"{where} shape")
+    )
+    offset = row["offset"]
+    if (offset is not None) != (kind == "workspace"):
+        raise _bad(where, "an offset for workspace buffers only", f"offset {offset} for {kind}")
+    return Buffer(name, kind, dtype, shape, None if offset is None else _dim(offset, DIMS, f"{where} offset"))
+
+
+def _step(row: Any, buffers: set[str], where: str) -> Step:
+    _expect_keys(row, {"kernel", "args", "grid", "when"}, where)
+    if not _is_name(row["kernel"]):
+        raise _bad(where, "a kernel name", row["kernel"])
+    where = f"{where} '{row['kernel']}'"
+    args = tuple(_arg(arg, buffers, where) for arg in _list(row["args"], MAX_ARGS, f"{where} args"))
+    grid = tuple(_dim(size, DIMS, f"{where} grid") for size in _list(row["grid"], 3, f"{where} grid"))
+    if len(grid) != 3:
+        raise _bad(where, "3 grid sizes", len(grid))
+    when = row["when"]
+    try:
+        validate_condition(when, DIMS)
+    except ArtifactError as error:
+        raise ArtifactError(f"{where} when: {error}") from None
+    return Step(row["kernel"], args, (grid[0], grid[1], grid[2]), when)
+
+
+def _arg(arg: Any, buffers: set[str], where: str) -> str | int | float:
+    if type(arg) is float and math.isfinite(arg):
+        return arg
+    if type(arg) is str and arg in buffers:
+        return arg
+    return _dim(arg, DIMS, f"{where} arguments")
+
+
+def _dim(value: Any, names: tuple[str, ...], where: str) -> Dim:
+    if type(value) not in (int, str) or (type(value) is int and value < 0):
+        raise _bad(where, "a size of 0 or more, or an expression", value)
+    try:
+        validate(value, names)
+    except ArtifactError as error:
+        raise ArtifactError(f"{where}: {error}") from None
+    return value  # type: ignore[no-any-return]
+
+
+def _check_interface(program: Program, where: str) -> None:
+    """What the runtime relies on: step inputs as it fills them, pages it can size, logits it can read."""
+    for buffer in program.of_kind("input"):
+        if STEP_INPUTS.get(buffer.name) != (buffer.dtype, buffer.shape):
+            known = ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in STEP_INPUTS.items())
+            raise _bad(
+                where, f"step inputs among {known}", f"{buffer.name} {buffer.dtype} {list(buffer.shape)}"
+            )
+    for buffer in program.of_kind("cache"):
+        if len(buffer.shape) < 3 or buffer.shape[0] != "num_pages" or buffer.shape[2] != program.page_size:
+            expected = f"(num_pages, kv_heads, {program.page_size}, ...) for cache '{buffer.name}'"
+            raise _bad(where, expected, list(buffer.shape))
+    outputs = program.of_kind("output")
+    if len(outputs) != 1 or outputs[0].dtype != "fp32":
+        raise _bad(where, "one fp32 output buffer", [f"{b.name} {b.dtype}" for b in outputs])
+
+
+def _expect_keys(row: Any, keys: set[str], where: str) -> None:
+    if not isinstance(row, dict) or set(row) != keys:
+        raise _bad(where, f"an object of {', '.join(sorted(keys))}", str(row)[:100])
+
+
+def _list(value: Any, limit: int, where: str) -> list[Any]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise _bad(where, f"a list of at most {limit}", str(value)[:100])
+    return value
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _bad(where: str, expected: str, got: object) -> ArtifactError:
+    return ArtifactError(
+        f"{where}: expected {expected}, got {got}; the artifact is damaged, compile it again"
+    )
