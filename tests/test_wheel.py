@@ -20,7 +20,8 @@ def broken_links(root: Path) -> list[str]:
         link = root / "src/octavo" / name
         if not link.is_symlink() or link.resolve() != (root / name).resolve():
             problems.append(
-                f"src/octavo/{name} must be a link to ../../{name}, got {'a file' if link.is_file() else 'none'}; "
+                f"src/octavo/{name} must be a link to ../../{name}, got "
+                f"{'a file' if link.is_file() else 'none'}; "
                 "clone again with `git clone -c core.symlinks=true`, or every wheel lacks that folder"
             )
     return problems

@@ -1,8 +1,9 @@
 """The public surface of Octavo. Names load on first use, so `import octavo` costs no torch."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from octavo.compiler.version import VERSION
 
 if TYPE_CHECKING:
     from octavo.compiler import errors as errors
@@ -24,11 +25,7 @@ _HOME = {
 
 __all__ = ["CompileOptions", "Compiled", "SamplingParams", "__version__", "compile", "errors", "load"]
 
-try:
-    # Recorded in every artifact.
-    __version__ = version("octavo")
-except PackageNotFoundError:  # a checkout on the path that was never installed
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
