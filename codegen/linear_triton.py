@@ -1,0 +1,151 @@
+"""Matrix products of the Triton family: which kernel for which number of rows, and its tiles."""
+
+from dataclasses import dataclass, replace
+
+from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, tiles
+from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.program import Dim
+from octavo.compiler.target import Target
+
+# A step of at most this many rows gets a kernel made for it; above the last, the persistent one.
+FEW_ROWS = (16, 64)
+
+
+@dataclass(frozen=True)
+class Product:
+    """y[rows, n] = x[rows, k] @ w[n, k].T (+ bias); rows is a size of the step, "T" or "L"."""
+
+    rows: Dim
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    bias: bool
+
+    def kernel(self, template: str, numbers: dict[str, int], args: tuple[Arg, ...]) -> KernelSpec:
+        """What the kernels of a product share; tile numbers and arguments are theirs."""
+        item, out_item = ITEM_BYTES[self.dtype], ITEM_BYTES[self.out_dtype]
+        params: tuple[tuple[str, Param], ...] = (
+            ("dtype", self.dtype), ("out_dtype", self.out_dtype), ("bias", self.bias),
+            ("N", self.n), ("K", self.k),
+        )  # fmt: skip
+        dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
+        return KernelSpec(
+            op="linear",
+            template=f"triton/{template}.py.jinja",
+            params=(*params, *numbers.items()),
+            args=args,
+            bytes=f"({self.rows}) * {self.k * item + self.n * out_item} + {self.n * self.k * item}",
+            flops=f"({self.rows}) * {2 * self.n * self.k}",
+            label=f"{dtypes}_n{self.n}_k{self.k}_m{numbers['BLOCK_M']}",
+        )
+
+    @property
+    def bias_args(self) -> tuple[Arg, ...]:
+        return (pointer("bias", self.dtype),) if self.bias else ()
+
+
+def tma_refusal(product: Product, target: Target) -> str | None:
+    """Why the TMA kernels cannot serve the product."""
+    if target.arch is None or target.arch < 90:
+        return f"TMA needs sm_90 or newer, {target.name} is {target.arch}"
+    if product.dtype != "bf16":
+        return f"dtype must be bf16, got {product.dtype}"
+    row_bytes = {"k": product.k * 2, "n": product.n * ITEM_BYTES[product.out_dtype]}
+    bad = [f"{name} {getattr(product, name)} ({size} bytes)" for name, size in row_bytes.items() if size % 16]
+    return f"TMA needs rows of a multiple of 16 bytes, got {', '.join(bad)}" if bad else None
+
+
+def linear_tma_spec(product: Product, target: Target) -> KernelSpec:
+    """Kernels for up to 16 rows, up to 64, and more."""
+    kernels, below = [], 0
+    for limit in FEW_ROWS:
+        when = f"{product.rows} > {below} and {product.rows} <= {limit}"
+        kernels.append(replace(few_rows_spec(product, limit, target), when=when))
+        below = limit
+    return in_order(*kernels, replace(many_rows_spec(product, target), when=f"{product.rows} > {below}"))
+
+
+def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
+    """A stream of the weights in tiles as tall as still gives every multiprocessor one."""
+    enough = target.sm_count or 1
+    block_n = next((size for size in (128, 64) if ceil_div(product.n, size) >= enough), 32)
+    block_k = 64 if block_n == 128 else 128
+    numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 6}
+    args = (
+        tiles("x", "bf16", (product.rows, product.k), (block_m, block_k)),
+        tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
+        *product.bias_args,
+        pointer("out", product.out_dtype),
+        number("num_rows"),
+    )
+    spec = replace(
+        product.kernel("linear_few_rows", numbers, args),
+        grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", "1"),
+        num_warps=4,
+        num_stages=6,
+    )
+    return with_stages(spec, 4, 3)
+
+
+def many_rows_spec(product: Product, target: Target) -> KernelSpec:
+    """The persistent kernel, warp-specialised where the tensor core reads its operands from shared memory."""
+    is_specialised = bool(target.tmem_columns)
+    block_m, block_n, block_k = 128, 128, 64
+    programs = target.sm_count or 1
+    numbers = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "NUM_PROGRAMS": programs,
+    }  # fmt: skip
+    args = (
+        tiles("x", "bf16", (product.rows, product.k), (block_m, block_k)),
+        tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
+        *product.bias_args,
+        tiles("out", product.out_dtype, (product.rows, product.n), (block_m, block_n // 2)),
+        number("num_rows"),
+    )
+    base = product.kernel("linear", numbers, args)
+    spec = replace(base, grid=(str(programs), "1", "1"), num_warps=4 if is_specialised else 8, num_stages=4)
+    plain = replace(with_param(spec, "warp_specialize", False), num_warps=8, num_stages=3)
+    if not is_specialised:
+        return replace(plain, alternatives=(replace(plain, num_stages=2),))
+    specialised = with_param(spec, "warp_specialize", True)
+    return replace(specialised, alternatives=(replace(specialised, num_stages=3), plain))
+
+
+def linear_pointer_spec(product: Product) -> KernelSpec:
+    """Kernels for up to 16 rows and for more, of any shape and dtype."""
+    few = pointer_spec(product, 16, 64, 64 if product.dtype == "bf16" else 32)
+    many = pointer_spec(product, 64, 64, 64 if product.dtype == "bf16" else 16)
+    return in_order(replace(few, when=f"{product.rows} <= 16"), replace(many, when=f"{product.rows} > 16"))
+
+
+def pointer_spec(product: Product, block_m: int, block_n: int, block_k: int) -> KernelSpec:
+    numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 3}
+    # masks compare with N and K: only rows of whole 16-byte pieces can be read in such pieces
+    args = (
+        pointer("x", product.dtype),
+        pointer("weight", product.dtype),
+        *product.bias_args,
+        pointer("out", product.out_dtype),
+        number("num_rows"),
+    )
+    spec = replace(
+        product.kernel("linear_pointer", numbers, args),
+        grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", "1"),
+        num_warps=4,
+        num_stages=3,
+    )
+    return with_stages(spec, 2, 1)
+
+
+def with_param(spec: KernelSpec, name: str, value: Param) -> KernelSpec:
+    """The spec with one parameter set, added at the end if it is new."""
+    others = tuple(entry for entry in spec.params if entry[0] != name)
+    return replace(spec, params=(*others, (name, value)))
+
+
+def with_stages(spec: KernelSpec, *fewer: int) -> KernelSpec:
+    """Forms with fewer tiles in flight as alternatives: shared memory is what they save."""
+    forms = (replace(with_param(spec, "STAGES", stages), num_stages=stages) for stages in fewer)
+    return replace(spec, alternatives=tuple(forms))

@@ -1,0 +1,143 @@
+"""Selection rows of the Triton family: what each kernel refuses, and the shapes it is made for."""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from octavo.codegen.attention_triton import Attention, attention_spec
+from octavo.codegen.kernel import KernelSpec
+from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tma_spec, tma_refusal
+from octavo.codegen.row import Row, always, arguments, result_dtype, row_count, static_size, tensor
+from octavo.codegen.specs_triton import (
+    Heads,
+    act_mul_spec,
+    add_spec,
+    gather_rows_spec,
+    kv_write_spec,
+    rms_norm_spec,
+    rope_kv_write_spec,
+    rope_spec,
+)
+from octavo.compiler.dims import dtype_name
+from octavo.compiler.target import Target
+
+# The widest row that a program holds at once: 64 elements a thread of 8 warps.
+MAX_ROW = 16384
+# Rows of a prefill tile, which must hold at least one token's query heads of a kv head.
+MAX_GROUP = 128
+
+Reject = Callable[[fx.Node, Target], str | None]
+
+
+def wider_than_a_program(name: str) -> Reject:
+    """Refuses rows of that argument which one program cannot hold."""
+
+    def reject(node: fx.Node, target: Target) -> str | None:
+        width = static_size(node, name, -1)
+        return (
+            f"rows of {name} must have at most {MAX_ROW} elements, got {width}" if width > MAX_ROW else None
+        )
+
+    return reject
+
+
+def dtype_of(node: fx.Node, name: str) -> str:
+    return dtype_name(tensor(node, name))
+
+
+def heads_of(node: fx.Node, num_heads: int) -> Heads:
+    """Shapes of an op that has k_cache and v_cache arguments."""
+    sizes = [static_size(node, "k_cache", axis) for axis in (1, 3, 2)]
+    return Heads(num_heads, sizes[0], sizes[1], static_size(node, "v_cache", 3), sizes[2])
+
+
+def embedding(node: fx.Node, target: Target) -> KernelSpec:
+    width, dtype = static_size(node, "weight", 1), dtype_of(node, "weight")
+    return gather_rows_spec("embedding", "ids", "weight", row_count(node), width, dtype)
+
+
+def gather_logits(node: fx.Node, target: Target) -> KernelSpec:
+    width, dtype = static_size(node, "hidden", 2), dtype_of(node, "hidden")
+    return gather_rows_spec("gather_logits", "logit_rows", "hidden", row_count(node), width, dtype)
+
+
+def add(node: fx.Node, target: Target) -> KernelSpec:
+    width = 1
+    for axis in range(2, tensor(node, "x").dim()):
+        width *= static_size(node, "x", axis)
+    return add_spec(row_count(node), width, dtype_of(node, "x"))
+
+
+def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
+    given = arguments(node)
+    hidden, dtype = static_size(node, "x", -1), dtype_of(node, "x")
+    return rms_norm_spec(row_count(node), hidden, dtype, given["eps"], given["offset"], "residual" in given)
+
+
+def act_mul(node: fx.Node, target: Target) -> KernelSpec:
+    intermediate = static_size(node, "gate_up", -1) // 2
+    return act_mul_spec(
+        row_count(node), intermediate, dtype_of(node, "gate_up"), arguments(node)["activation"]
+    )
+
+
+def rope(node: fx.Node, target: Target) -> KernelSpec:
+    num_heads, head_dim = static_size(node, "x", 2), static_size(node, "x", 3)
+    rotary_dim, is_interleaved = static_size(node, "cos", -1), arguments(node)["interleaved"]
+    return rope_spec(row_count(node), num_heads, head_dim, rotary_dim, dtype_of(node, "x"), is_interleaved)
+
+
+def kv_write(node: fx.Node, target: Target) -> KernelSpec:
+    # the op has no result to count the rows of; every token of the step is written
+    return kv_write_spec("T", heads_of(node, static_size(node, "k", 2)), dtype_of(node, "k"))
+
+
+def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
+    given = arguments(node)
+    heads, rotary_dim = heads_of(node, given["num_heads"]), static_size(node, "cos_table", 1)
+    return rope_kv_write_spec(row_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"])
+
+
+def product(node: fx.Node) -> Product:
+    n, k = static_size(node, "weight", 0), static_size(node, "weight", 1)
+    has_bias = arguments(node)["bias"] is not None
+    return Product(row_count(node), n, k, dtype_of(node, "weight"), result_dtype(node), has_bias)
+
+
+def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
+    given = arguments(node)
+    attention = Attention(
+        heads=heads_of(node, static_size(node, "q", 2)),
+        dtype=dtype_of(node, "q"),
+        scale=given["scale"],
+        window=given["window"],
+        softcap=given["softcap"],
+        sinks=given["sinks"] is not None,
+    )
+    return attention_spec(attention, target)
+
+
+def group_too_large(node: fx.Node, target: Target) -> str | None:
+    group = static_size(node, "q", 2) // static_size(node, "k_cache", 1)
+    return f"at most {MAX_GROUP} query heads may share a kv head, got {group}" if group > MAX_GROUP else None
+
+
+ROWS: tuple[Row, ...] = (
+    Row("embedding", "embedding", wider_than_a_program("weight"), embedding),
+    Row("gather_logits", "gather_logits", wider_than_a_program("hidden"), gather_logits),
+    Row("add", "add", always, add),
+    Row("rms_norm", "rms_norm", wider_than_a_program("x"), rms_norm),
+    Row("add_rms_norm", "add_rms_norm", wider_than_a_program("x"), rms_norm),
+    Row(
+        "linear_tma",
+        "linear",
+        lambda node, target: tma_refusal(product(node), target),
+        lambda node, target: linear_tma_spec(product(node), target),
+    ),
+    Row("linear_pointer", "linear", always, lambda node, target: linear_pointer_spec(product(node))),
+    Row("rope", "rope", always, rope),
+    Row("kv_write", "kv_write", always, kv_write),
+    Row("rope_kv_write", "rope_kv_write", always, rope_kv_write),
+    Row("paged_attention", "paged_attention", group_too_large, paged_attention),
+    Row("act_mul", "act_mul", always, act_mul),
+)
