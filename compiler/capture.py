@@ -1,0 +1,183 @@
+"""nn.Module -> graph in ragged-token form: input_ids (1, T) and position_ids (1, T) in, logits (1, T, vocab) out.
+
+T is symbolic. Weights become `get_attr` nodes under the model's own names; tied weights keep one. Nothing is
+rewritten here.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, GraphModule, Node
+
+from octavo.compiler.errors import CaptureError
+from octavo.passes.rewrite import hold
+
+EXAMPLE_LEN = 7  # odd, not 1 or 2: those sizes are specialised
+POSITION_NAMES = ("position_ids", "positions", "position", "pos", "input_pos")
+
+
+@dataclass
+class Captured:
+    """A captured model.
+
+    graph_module  placeholders input_ids, position_ids; one output
+    model_info    name, vocab_size, num_layers (None if unknown), max_model_len, eos_token_ids, bos_token_id
+    route         "interface" when the model's library named its attention, "patterns" otherwise
+    """
+
+    graph_module: GraphModule
+    model_info: dict[str, Any]
+    route: str
+    notes: list[str] = field(default_factory=list)
+
+
+def capture(model: nn.Module) -> Captured:
+    """Export `model`. Raises CaptureError with the model's own source line when it cannot be done."""
+    library = _library(model)
+    was_training = model.training
+    model.eval()
+    try:
+        if library is None:
+            return Captured(_export(_Wrapped(model, _signature(model))), _info(model, {}), "patterns")
+        with library.attention_as_op(model):
+            graph_module = _export(_Wrapped(model, library.call))
+        return Captured(graph_module, _info(model, library.description(model)), "interface")
+    finally:
+        model.train(was_training)
+
+
+def _library(model: nn.Module) -> Any:
+    """The module that knows the model's library, or None. transformers is never imported for others' models."""
+    if "transformers" not in sys.modules:
+        return None
+    from octavo.compiler import huggingface
+
+    return huggingface if huggingface.is_model(model) else None
+
+
+Caller = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class _Wrapped(nn.Module):
+    """One calling convention for every model."""
+
+    def __init__(self, model: nn.Module, caller: Caller) -> None:
+        super().__init__()
+        self.model = model
+        self.caller = caller
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.caller(self.model, input_ids, position_ids)
+
+
+def _signature(model: nn.Module) -> Caller:
+    """How a hand-written model takes its inputs: token ids first, positions by name if it has them."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = [p.name for p in parameters]
+    positions = next((n for n in names if n in POSITION_NAMES), None)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    unknown = [n for n in required[1:] if n != positions]
+    if not names or unknown:
+        raise CaptureError(
+            f"capture: {type(model).__name__}.forward takes {names}; expected token ids and optionally positions "
+            f"(one of {', '.join(POSITION_NAMES)}); wrap the model in a module that fills in {unknown or 'these'}"
+        )
+
+    def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        result = module(input_ids, **({positions: position_ids} if positions else {}))
+        if hasattr(result, "logits"):
+            return result.logits  # type: ignore[no-any-return]
+        return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
+
+    return call
+
+
+def _export(wrapped: _Wrapped) -> GraphModule:
+    tokens = Dim("T")
+    device = next((p.device for p in wrapped.parameters()), torch.device("cpu"))
+    example = {
+        "input_ids": torch.arange(EXAMPLE_LEN, device=device)[None] % 2,
+        "position_ids": torch.arange(EXAMPLE_LEN, device=device)[None],
+    }
+    shapes = {name: {1: tokens} for name in example}
+    try:
+        with torch.no_grad():
+            program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
+            program = program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"capture: torch.export failed on {type(wrapped.model).__name__} ({type(error).__name__}: "
+            f"{_first_line(error)}){_model_line(error)}; the model must run on one sequence of any length without "
+            "Python control flow that depends on token values"
+        ) from error
+    return _with_named_weights(program)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+
+
+def _model_line(error: Exception) -> str:
+    """The innermost line of the traceback that is not torch's or ours."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/octavo/" not in file and not file.startswith("<"):
+            place = f" at {file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
+    """The exported graph with parameters, buffers and constants as attributes, and one output."""
+    root = nn.Module()
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    names: dict[tuple[int, int, tuple[int, ...]], str] = {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and specs[node.name].kind is InputKind.USER_INPUT:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        elif node.op == "placeholder":
+            copies[node] = _weight(root, graph, program, specs[node.name].target, node, names)
+        elif node.op == "output":
+            graph.output((copies[node.args[0][0]],))
+        else:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph_module = GraphModule(root, graph)
+    graph_module.graph.lint()
+    return graph_module
+
+
+def _weight(
+    root: nn.Module, graph: Graph, program: torch.export.ExportedProgram, target: str, node: Node,
+    names: dict[tuple[int, int, tuple[int, ...]], str],
+) -> Node:  # fmt: skip
+    tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    tensor = tensor.detach()
+    identity = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+    # Two names for one tensor (tied weights) are one weight. Empty tensors share the null pointer.
+    name = names.setdefault(identity, target.removeprefix("model.")) if tensor.numel() else target
+    hold(root, name, tensor)
+    result = graph.get_attr(name)
+    result.meta = dict(node.meta)
+    return result
+
+
+def _info(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
+    base = {
+        "name": type(model).__name__, "vocab_size": None, "num_layers": None, "max_model_len": None,
+        "eos_token_ids": [], "bos_token_id": None,
+    }  # fmt: skip
+    return {**base, **known}

@@ -1,0 +1,129 @@
+"""Fresh inputs for a rewrite site: random values of the right shapes, and step inputs that agree with each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+octavo = torch.ops.octavo
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of tokens of one request: positions start..start + length - 1."""
+
+    request: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the runtime hands to a step, for chosen chunks, over pages in shuffled order."""
+
+    tensors: dict[str, Tensor]
+    num_pages: int
+
+
+def step_inputs(chunks: list[Chunk], page_size: int, generator: torch.Generator, max_len: int = 64) -> StepInputs:
+    """Every request owns pages for max_len tokens; page 0 belongs to nobody, as in the runtime."""
+    requests = max(c.request for c in chunks) + 1
+    columns = -(-max_len // page_size)
+    order = torch.randperm(requests * columns, generator=generator) + 1
+    table = order.view(requests, columns)
+    positions = [torch.arange(c.start, c.start + c.length) for c in chunks]
+    slots = [table[c.request, p // page_size] * page_size + p % page_size for c, p in zip(chunks, positions, strict=True)]
+    ends = torch.tensor([c.length for c in chunks]).cumsum(0)
+    tensors = {
+        "positions": torch.cat(positions)[None],
+        "slot_mapping": torch.cat(slots),
+        "page_table": torch.stack([table[c.request] for c in chunks]).int(),
+        "seq_lens": torch.tensor([c.start + c.length for c in chunks]).int(),
+        "cu_seqlens_q": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
+        "logit_rows": ends - 1,
+    }
+    return StepInputs(tensors, int(order.numel()) + 1)
+
+
+def is_cache(name: str) -> bool:
+    return name.startswith(("k_cache", "v_cache"))
+
+
+def page_size_of(graph_module: GraphModule, default: int = 4) -> int:
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and is_cache(node.name):
+            return int(node.meta["val"].shape[2])
+    return default
+
+
+class Sizes:
+    """Concrete values for the symbolic sizes of a site."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.values: dict[str, int] = {}
+
+    def bind(self, shape: Any, concrete: Any) -> None:
+        for symbol, size in zip(shape, concrete, strict=True):
+            if not isinstance(symbol, int):
+                self.values[str(symbol)] = int(size)
+
+    def concrete(self, shape: Any) -> list[int]:
+        return [d if isinstance(d, int) else self.values.get(str(d), self.tokens) for d in shape]
+
+
+def fresh_inputs(graph_module: GraphModule, examples: tuple[Any, ...], tokens: int, seed: int) -> list[Any]:
+    """One value for each placeholder. Floats are normal, weights scaled by 1 / sqrt(fan-in), a few rows tiny."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
+    first = tokens // 3
+    chunks = [Chunk(0, 2, first), Chunk(1, 0, tokens - first)]
+    step = step_inputs(chunks, page_size_of(graph_module), generator)
+    sizes = Sizes(tokens)
+    for name, example in zip(names, examples, strict=True):
+        if name in step.tensors:
+            sizes.bind(example.shape, step.tensors[name].shape)
+        elif is_cache(name):
+            sizes.bind(example.shape, (step.num_pages, *example.shape[1:]))
+    return [
+        _value(graph_module, name, example, step, sizes, generator)
+        for name, example in zip(names, examples, strict=True)
+    ]
+
+
+def _value(
+    graph_module: GraphModule, name: str, example: Any, step: StepInputs, sizes: Sizes, generator: torch.Generator
+) -> Any:
+    if not isinstance(example, Tensor):
+        return sizes.tokens
+    if name in step.tensors:
+        return step.tensors[name].clone()
+    shape = sizes.concrete(example.shape)
+    if name == "position_ids":
+        return torch.arange(shape[-1]).expand(shape).clone()
+    if example.dtype.is_floating_point:
+        return random_floats(shape, example.dtype, generator)
+    if example.dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return torch.randint(0, _rows(graph_module, name), shape, generator=generator).to(example.dtype)
+
+
+def random_floats(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    value = torch.randn(shape, generator=generator)
+    if len(shape) == 2 and shape[0] > 1:
+        value = value / shape[-1] ** 0.5
+    elif len(shape) > 2 and shape[1] > 1:
+        # A row this small makes the eps of a norm matter.
+        value[:, 1] *= 1e-3
+    return value.to(dtype)
+
+
+def _rows(graph_module: GraphModule, name: str) -> int:
+    """Ids must stay below the rows of the table that they index."""
+    limits = [8]
+    for node in graph_module.graph.nodes:
+        if node.target is octavo.embedding.default and getattr(node.args[0], "name", "") == name:
+            limits.append(int(node.args[1].meta["val"].shape[0]))
+    return min(limits)

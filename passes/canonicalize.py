@@ -1,0 +1,205 @@
+"""Bring a captured graph into one spelling, so that later patterns need only one.
+
+Removed: assertions, conversions to the dtype a value has, copies, factors of one, full slices. Every reshape is
+`aten.view` with at most one -1 for the symbolic size, every transpose `aten.permute`; chains of them are one;
+equal calls are one; linear and embedding become ops of the dialect. Values do not change, bit for bit.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from octavo.passes.pattern import aten
+from octavo.passes.rewrite import Builder, replace
+from octavo.passes.rule import PassReport
+
+octavo = torch.ops.octavo
+
+ASSERTIONS = (
+    aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default, aten._assert_scalar.default,
+)  # fmt: skip
+COPIES = (
+    aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
+    aten.lift_fresh_copy.default, aten.dropout.default,
+)  # fmt: skip
+RESHAPES = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
+)  # fmt: skip
+TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default)
+INFINITE = 1 << 62
+
+
+def canonicalize(graph_module: GraphModule) -> PassReport:
+    """Rewrite until nothing changes. Idempotent."""
+    report = PassReport("canonicalize")
+    _remove_assertions(graph_module)
+    changed = True
+    while changed:
+        before = report.matched
+        for node in list(graph_module.graph.nodes):
+            if node.op == "call_function" and node.users and is_tensor(node):
+                _simplify(graph_module, node, report)
+        merged = _merge_equal_calls(graph_module)
+        graph_module.graph.eliminate_dead_code()
+        changed = report.matched > before or merged
+    return report
+
+
+def _remove_assertions(graph_module: GraphModule) -> None:
+    for node in reversed(list(graph_module.graph.nodes)):
+        if node.target in ASSERTIONS:
+            graph_module.graph.erase_node(node)
+
+
+def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None:
+    """Apply the first simplification that fits `node`."""
+    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices):
+        build = simplify(node)
+        if build is not None:
+            inputs = build.inputs or node.all_input_nodes
+            report.sites.append(replace(graph_module, [node], lambda b, made=build.make: [made(b)], inputs))
+            return
+
+
+@dataclass(frozen=True)
+class Build:
+    """What takes a node's place; inputs are the values it starts from, by default the node's own."""
+
+    make: Callable[[Builder], Node]
+    inputs: tuple[Node, ...] = ()
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: Node) -> tuple[Any, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _identity(node: Node) -> Build | None:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not is_tensor(source):
+        return None
+    same = shape(source) == shape(node) and source.meta["val"].dtype == node.meta["val"].dtype
+    if same and (node.target in COPIES or node.target is aten._to_copy.default or _is_neutral(node)):
+        return Build(lambda _: source)
+    return None
+
+
+def _is_neutral(node: Node) -> bool:
+    """x * 1, x / 1, x + 0, and a slice, expand or view that keeps everything."""
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        return node.args[1] == 1 and not isinstance(node.args[1], Node)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return not isinstance(node.args[1], Node) and node.args[1] == 0
+    if node.target is aten.slice.Tensor:
+        step = node.args[4] if len(node.args) > 4 else 1
+        return step == 1 and node.args[2] in (0, None) and isinstance(node.args[3], int) and node.args[3] > INFINITE
+    return node.target in (aten.expand.default, *RESHAPES)
+
+
+def target_sizes(sizes: tuple[Any, ...]) -> list[int] | None:
+    """Sizes as view takes them: -1 for the symbolic one; None where two are symbolic."""
+    plain = [d if isinstance(d, int) else -1 for d in sizes]
+    return plain if plain.count(-1) <= 1 else None
+
+
+def _reshape(node: Node) -> Build | None:
+    if node.target not in RESHAPES:
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    sizes = target_sizes(shape(node))
+    chained = source.target is aten.view.default
+    if sizes is None or (node.target is aten.view.default and node.args[1] == sizes and not chained):
+        return None
+    origin = source.args[0] if chained else source
+    assert isinstance(origin, Node)
+    return Build(lambda b: b.call(aten.view.default, origin, sizes), (origin,))
+
+
+def permutation(node: Node) -> list[int]:
+    rank = len(shape(node))
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
+    first, second = (node.args[1], node.args[2]) if node.target is aten.transpose.int else (-2, -1)
+    order[first], order[second] = order[second], order[first]  # type: ignore[index]
+    return order
+
+
+def _transpose(node: Node) -> Build | None:
+    if node.target not in TRANSPOSES:
+        return None
+    source, order = node.args[0], permutation(node)
+    assert isinstance(source, Node)
+    if order == list(range(len(order))):
+        return Build(lambda _: source)
+    if source.target is aten.permute.default:
+        inner = permutation(source)
+        combined = [inner[d] for d in order]
+        (origin,) = source.all_input_nodes
+        return Build(lambda b: b.call(aten.permute.default, origin, combined), (origin,))
+    if node.target is aten.permute.default and node.args[1] == order:
+        return None
+    return Build(lambda b: b.call(aten.permute.default, source, order))
+
+
+def _dialect(node: Node) -> Build | None:
+    """Ops of the framework that are ops of the dialect under another name."""
+    args = node.args
+    if node.target is aten.linear.default:
+        return Build(lambda b: b.call(octavo.linear.default, *args))
+    if node.target is aten.embedding.default:
+        return Build(lambda b: b.call(octavo.embedding.default, args[1], args[0]))
+    return None
+
+
+def _square(node: Node) -> Build | None:
+    if node.target is aten.mul.Tensor and node.args[0] is node.args[1]:
+        return Build(lambda b: b.call(aten.pow.Tensor_Scalar, node.args[0], 2))
+    return None
+
+
+def _slices(node: Node) -> Build | None:
+    """An element of a split or chunk is a slice."""
+    source = node.args[0] if node.args else None
+    if node.target is not operator.getitem or not isinstance(source, Node):
+        return None
+    if source.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+        return None
+    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
+    rank = len(shape(node))
+    dim = dim % rank  # type: ignore[operator]
+    parts = source.meta["val"]
+    if not all(isinstance(p.shape[dim], int) for p in parts):
+        return None
+    index = node.args[1]
+    assert isinstance(index, int)
+    start = sum(p.shape[dim] for p in parts[:index])
+    whole = source.args[0]
+    assert isinstance(whole, Node)
+    return Build(lambda b: b.call(aten.slice.Tensor, whole, dim, start, start + parts[index].shape[dim]), (whole,))
+
+
+def _merge_equal_calls(graph_module: GraphModule) -> bool:
+    """Keep one of several calls with the same target and arguments."""
+    seen: dict[Any, Node] = {}
+    merged = False
+    for node in list(graph_module.graph.nodes):
+        if node.op not in ("call_function", "get_attr") or node.is_impure():
+            continue
+        key = (node.op, node.target, repr(node.args), repr(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph_module.graph.erase_node(node)
+            merged = True
+    return merged

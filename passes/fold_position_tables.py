@@ -1,0 +1,117 @@
+"""What depends on a token's position alone becomes a table, looked up by position.
+
+First `arange(T)` becomes the positions input: in the captured form, one sequence, they are equal, and in the ragged
+form the positions are what it meant. Then cosines, sines and learned position rows are evaluated for every position.
+Refused: values in which one token's row depends on another's position (tables chosen by the longest position).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from octavo.passes.pattern import aten
+from octavo.passes.rewrite import collect, extract, held, new_weight, replace
+from octavo.passes.rule import PassReport
+
+octavo = torch.ops.octavo
+ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+VIEWS = (aten.view.default, aten.permute.default, aten.expand.default)
+
+
+def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassReport:
+    report = PassReport("fold_position_tables", "bitwise")
+    positions = next(n for n in graph_module.graph.nodes if n.op == "placeholder" and n.name == "position_ids")
+    _replace_aranges(graph_module, positions, report)
+    for node in _frontier(graph_module, positions):
+        table = _table(graph_module, node, positions, max_model_len)
+        if table is None:
+            report.reject(node, "a row depends on more than its own position")
+            continue
+        _look_up(graph_module, node, positions, table, report)
+    return report
+
+
+def _replace_aranges(graph_module: GraphModule, positions: Node, report: PassReport) -> None:
+    length = positions.meta["val"].shape[1]
+    for node in list(graph_module.graph.nodes):
+        if node.target not in ARANGES or not node.users:
+            continue
+        value = node.meta["val"]
+        if value.dtype == torch.int64 and value.shape[0] == length and _starts_at_zero(node):
+            report.sites.append(
+                replace(graph_module, [node], lambda b: [b.call(aten.view.default, positions, [-1])], [positions])
+            )
+
+
+def _starts_at_zero(node: Node) -> bool:
+    if node.target is aten.arange.default:
+        return True
+    step = node.args[2] if len(node.args) > 2 else 1
+    return node.args[0] == 0 and step == 1
+
+
+def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
+    """The last values that positions and constants alone determine; views of a value are not counted as values."""
+    alone = {positions}
+    for node in graph_module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all(n in alone or n.op == "get_attr" for n in inputs):
+            if any(n in alone for n in inputs):
+                alone.add(node)
+    found: dict[Node, None] = {}
+    for node in alone:
+        if node is not positions and any(user not in alone for user in node.users):
+            while node.target in VIEWS and node.all_input_nodes[0] in alone and len(node.all_input_nodes) == 1:
+                node = node.all_input_nodes[0]
+            if node is not positions and node.target is not octavo.embedding.default:
+                found[node] = None
+    return list(found)
+
+
+def _rows(node: Node) -> tuple[int, bool] | None:
+    """(width, has a batch axis) of a value with one row for each token."""
+    shape = node.meta["val"].shape
+    if not node.meta["val"].dtype.is_floating_point or not isinstance(shape[-1], int):
+        return None
+    if len(shape) == 3 and shape[0] == 1:
+        return shape[-1], True
+    return (shape[-1], False) if len(shape) == 2 else None
+
+
+def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len: int) -> torch.Tensor | None:
+    """Rows 0..max_model_len-1, or None where evaluating positions one by one gives other rows."""
+    rows = _rows(node)
+    if rows is None:
+        return None
+    leaves = [positions, *(leaf for leaf in collect([node], [positions])[0] if leaf is not positions)]
+    weights = [held(graph_module, str(leaf.target)) for leaf in leaves[1:]]
+    sub_graph = extract([node], leaves)
+
+    def evaluate(values: torch.Tensor) -> torch.Tensor:
+        (result,) = Interpreter(sub_graph).run(values[None], *weights)
+        return result.reshape(len(values), rows[0])  # type: ignore[no-any-return]
+
+    table = evaluate(torch.arange(max_model_len))
+    probe = torch.tensor([max_model_len - 1, 0, max_model_len // 2, 1])[: max(1, min(4, max_model_len))]
+    alone = torch.cat([evaluate(p[None]) for p in probe])
+    return table.contiguous() if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None
+
+
+def _look_up(graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, report: PassReport) -> None:
+    rows = _rows(node)
+    assert rows is not None
+    weight = new_weight(graph_module, f"positions.{node.name}", table)
+    with graph_module.graph.inserting_after(node):
+        looked_up = graph_module.graph.create_node(
+            "call_function", octavo.embedding.default, (positions, weight), name="position_rows"
+        )
+    looked_up.meta = {**node.meta}
+    result = looked_up
+    if not rows[1]:
+        with graph_module.graph.inserting_after(looked_up):
+            result = graph_module.graph.call_function(aten.view.default, (looked_up, [-1, rows[0]]))
+        result.meta = {**node.meta}
+        looked_up.meta["val"] = node.meta["val"].unsqueeze(0)
+    node.replace_all_uses_with(result)
+    report.notes[weight.target] = f"{tuple(table.shape)} {table.dtype}"

@@ -1,0 +1,62 @@
+"""x * cos + rotate(x) * sin  ->  octavo.rope on tokens-first tensors (Su et al. 2021, equation 34).
+
+x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. Not matched: tables of less than D,
+even-odd pairs.
+"""
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from octavo.passes.pattern import Match, Var, add, aten, call, mul
+from octavo.passes.rewrite import Builder
+from octavo.passes.rule import PassReport, Rule, apply_rules
+
+X = Var("x")
+SECOND = call(aten.slice.Tensor, args=(X, Var("axis"), Var("half"), Var("end")), bind="second")
+FIRST = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("half")), bind="first")
+ROTATED = call(aten.cat.default, args=([call(aten.neg.default, args=(SECOND,)), FIRST], Var("cat_axis")))
+PATTERN = add(mul(X, Var("cos")), mul(ROTATED, Var("sin")))
+
+HEADS_FIRST, TOKENS_FIRST = [0, 2, 1, 3], [0, 1, 2, 3]
+
+
+def layout(x: Any, table: Any) -> list[int] | None:
+    """The permutation that puts tokens before heads, from which axis the table varies along."""
+    if len(x.shape) != 4 or table.shape[-1] != x.shape[-1]:
+        return None
+    dims = (1,) * (4 - len(table.shape)) + tuple(table.shape)
+    if dims[0] == 1 and dims[1] == 1 and dims[2] == x.shape[2]:
+        return HEADS_FIRST
+    if dims[0] == 1 and dims[2] == 1 and dims[1] == x.shape[1]:
+        return TOKENS_FIRST
+    return None
+
+
+def reject(found: Match) -> str | None:
+    x, cos, sin = (found[name].meta["val"] for name in ("x", "cos", "sin"))
+    if x.shape[-1] % 2:
+        return f"head_dim must be even, got {x.shape[-1]}"
+    if found["half"] != x.shape[-1] // 2 or found["axis"] % len(x.shape) != len(x.shape) - 1:
+        return f"the halves split at {found['half']} of {x.shape[-1]}"
+    if layout(x, cos) is None or layout(x, cos) != layout(x, sin):
+        return f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not broadcast over the heads of {tuple(x.shape)}"
+    return None
+
+
+def replacement(build: Builder, found: Match) -> Node:
+    x = found["x"]
+    order = layout(x.meta["val"], found["cos"].meta["val"])
+    assert order is not None
+    width = x.meta["val"].shape[-1]
+    cos, sin = (build.call(aten.view.default, found[name], [1, -1, width]) for name in ("cos", "sin"))
+    rotated = build.call(torch.ops.octavo.rope.default, build.call(aten.permute.default, x, order), cos, sin)
+    return build.call(aten.permute.default, rotated, order)
+
+
+FUSE_ROPE = Rule("fuse_rope", PATTERN, replacement, ("x", "cos", "sin"), reject)
+
+
+def fuse_rope(graph_module: GraphModule) -> PassReport:
+    return apply_rules([FUSE_ROPE], graph_module, PassReport("fuse_rope", "reassociates"))

@@ -1,0 +1,127 @@
+"""octavo.attention  ->  octavo.kv_write and octavo.paged_attention, with the step's inputs and one pair of caches a layer.
+
+Afterwards a step holds the tokens of any number of sequences. The logits are wanted of some rows only, so the
+gather goes in front of the last matrix product. Not matched: attention that is not causal (Kwon et al. 2023).
+"""
+
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+from octavo.passes.pattern import Match, Var, call
+from octavo.passes.rewrite import Builder, fake_mode, replace
+from octavo.passes.rule import PassReport, Rule, apply_rule
+
+octavo = torch.ops.octavo
+ATTENTION_ARGS = ("q", "k", "v", "sinks", "scale", "causal", "window", "softcap")
+DEFAULTS: dict[str, Any] = {"causal": True, "window": 0, "softcap": 0.0}
+# Sizes differ from each other so that no two symbols are taken for one.
+INTEGER_INPUTS = {"page_table": (3, 5), "seq_lens": (3,), "cu_seqlens_q": (4,)}
+
+
+def insert_paged_kv(graph_module: GraphModule, page_size: int) -> PassReport:
+    """page_size in tokens. Adds the placeholders of compiler.program.STEP_INPUTS, then k_cache_0, v_cache_0, ..."""
+    report = PassReport("insert_paged_kv", "reassociates")
+    attentions = [n for n in graph_module.graph.nodes if n.target is octavo.attention.default]
+    if not attentions:
+        return report
+    inputs = _add_step_inputs(graph_module)
+    caches = [_add_caches(graph_module, i, node, page_size) for i, node in enumerate(attentions)]
+    for node, (k_cache, v_cache) in zip(attentions, caches, strict=True):
+        _page(graph_module, node, k_cache, v_cache, inputs, report)
+    _gather(graph_module, inputs["logit_rows"], report)
+    return report
+
+
+def _add_step_inputs(graph_module: GraphModule) -> dict[str, Node]:
+    """New placeholders after input_ids; position_ids is called positions from here on."""
+    placeholders = {n.name: n for n in graph_module.graph.nodes if n.op == "placeholder"}
+    old = placeholders["position_ids"]
+    tokens = old.meta["val"].shape[1]
+    mode = fake_mode(graph_module)
+    with mode:
+        slots = torch.empty((tokens,), dtype=torch.int64)
+    inputs = {"positions": _placeholder(graph_module, "positions", old.meta["val"], after=placeholders["input_ids"])}
+    old.replace_all_uses_with(inputs["positions"])
+    graph_module.graph.erase_node(old)
+    last = inputs["positions"]
+    values = {"slot_mapping": slots, **{n: _symbolic(mode, n, s, torch.int32) for n, s in INTEGER_INPUTS.items()}}
+    values["logit_rows"] = _symbolic(mode, "logit_rows", (2,), torch.int64)
+    for name, value in values.items():
+        inputs[name] = last = _placeholder(graph_module, name, value, after=last)
+    return inputs
+
+
+def _placeholder(graph_module: GraphModule, name: str, value: Any, after: Node) -> Node:
+    with graph_module.graph.inserting_after(after):
+        node = graph_module.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def _symbolic(mode: Any, name: str, sizes: tuple[int, ...], dtype: torch.dtype, static: tuple[int, ...] = ()) -> Any:
+    """A fake tensor whose sizes are symbols, but for the axes in `static`."""
+    dims = [DimDynamic.STATIC if i in static else DimDynamic.DYNAMIC for i in range(len(sizes))]
+    context = StatelessSymbolicContext(dynamic_sizes=dims)
+    return mode.from_tensor(torch.empty(sizes, dtype=dtype), source=ConstantSource(name), symbolic_context=context)
+
+
+def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: int) -> tuple[Node, Node]:
+    mode = fake_mode(graph_module)
+    caches = []
+    for kind, argument in (("k", node.args[1]), ("v", node.args[2])):
+        assert isinstance(argument, Node)
+        value = argument.meta["val"]
+        sizes = (4, value.shape[2], page_size, value.shape[3])
+        name = f"{kind}_cache_{index}"
+        last = [n for n in graph_module.graph.nodes if n.op == "placeholder"][-1]
+        cache = _symbolic(mode, name, sizes, value.dtype, static=(1, 2, 3))
+        caches.append(_placeholder(graph_module, name, cache, after=last))
+    return caches[0], caches[1]
+
+
+def _page(
+    graph_module: GraphModule, node: Node, k_cache: Node, v_cache: Node, inputs: dict[str, Node], report: PassReport
+) -> None:
+    values = {**DEFAULTS, **dict(zip(ATTENTION_ARGS, node.args, strict=False))}
+    if not values["causal"]:
+        report.reject(node, "attention is not causal: later tokens would change the pages of earlier ones")
+        return
+
+    def build(b: Builder) -> list[Node]:
+        k, v = values["k"], values["v"]
+        b.effect(octavo.kv_write.default, k, v, k_cache, v_cache, inputs["slot_mapping"])
+        table = (inputs["page_table"], inputs["seq_lens"], inputs["cu_seqlens_q"])
+        rest = (values["sinks"], values["scale"], values["window"], values["softcap"])
+        return [b.call(octavo.paged_attention.default, values["q"], k_cache, v_cache, *table, *rest)]
+
+    report.sites.append(replace(graph_module, [node], build, node.all_input_nodes))
+
+
+SINK_GATHER = Rule(
+    "sink_gather_logits",
+    call(octavo.gather_logits.default, args=(call(octavo.linear.default, args=(Var("x"), Var("w"))), Var("rows"))),
+    lambda build, found: _sunk(build, found),
+    ("x", "w", "rows"),
+)
+
+
+def _sunk(build: Builder, found: Match) -> Node:
+    linear = found.root.args[0]
+    assert isinstance(linear, Node)
+    rows = build.call(octavo.gather_logits.default, found["x"], found["rows"])
+    return build.call(octavo.linear.default, rows, *linear.args[1:])
+
+
+def _gather(graph_module: GraphModule, logit_rows: Node, report: PassReport) -> None:
+    """Logits of the wanted rows only, computed from the hidden states of those rows."""
+    output = graph_module.graph.output_node()
+    (logits,) = output.args[0]  # type: ignore[misc, union-attr]
+    assert isinstance(logits, Node)
+    with graph_module.graph.inserting_before(output):
+        gathered = Builder(graph_module, logits).call(octavo.gather_logits.default, logits, logit_rows)
+    output.replace_input_with(logits, gathered)
+    apply_rule(SINK_GATHER, graph_module, gathered, report)

@@ -1,0 +1,213 @@
+"""The one way in which a graph changes: a set of nodes is replaced, and both forms are kept for the proof."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+PROVENANCE = ("nn_module_stack", "stack_trace")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a pass rewrote the graph.
+
+    before, after  the two forms as graphs over the same inputs
+    examples       the inputs' fake tensors (shape, dtype), in order
+    key            equal for sites of equal structure, which need one proof between them
+    """
+
+    node: str
+    where: str
+    before: GraphModule
+    after: GraphModule
+    examples: tuple[Any, ...]
+    key: str
+
+
+class Builder:
+    """Adds nodes in front of a node, with shapes inferred and the origin of `root` recorded."""
+
+    def __init__(self, graph_module: GraphModule, root: Node) -> None:
+        self.graph_module = graph_module
+        self.root = root
+        self.mode = fake_mode(graph_module)
+        self.effects: list[Node] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        name = getattr(target, "__name__", str(target)).split(".")[0]
+        node = self.graph_module.graph.create_node("call_function", target, args, kwargs, name=name)
+        set_meta(node, self.mode, self.root)
+        return node
+
+    def effect(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """A call made for what it writes; its result is not a value."""
+        self.effects.append(self.call(target, *args, **kwargs))
+
+
+def set_meta(node: Node, mode: FakeTensorMode, origin: Node | None = None) -> None:
+    """Infer meta["val"] of a call from its arguments, and copy where it comes from."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    assert callable(node.target), f"{node} is not a call"
+    with mode:
+        node.meta["val"] = node.target(*args, **kwargs)
+    for key in PROVENANCE:
+        if origin is not None and key in origin.meta:
+            node.meta.setdefault(key, origin.meta[key])
+
+
+def fake_mode(graph_module: GraphModule) -> FakeTensorMode:
+    mode = detect_fake_mode([n.meta["val"] for n in graph_module.graph.nodes if "val" in n.meta])
+    assert mode is not None, "the graph has no fake tensors in meta['val']"
+    return mode
+
+
+def where(node: Node) -> str:
+    """Module path and the user's source line of a node, as errors and reports print them."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    places = [line for line in lines if line.startswith("File ") and "/torch/nn/" not in line]
+    source = ""
+    if places:
+        file, line = places[-1].split(",")[:2]
+        source = file.split("/")[-1].strip('" ') + ":" + line.strip().removeprefix("line ")
+    return ", ".join(part for part in (f"node {node.name}", path, source) if part)
+
+
+def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Keep `tensor` in `root` at the dotted `name`, making the modules on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    root.register_buffer(leaf, tensor)
+
+
+def held(root: nn.Module, name: str) -> torch.Tensor:
+    """The tensor at a dotted name."""
+    value: Any = root
+    for part in name.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, torch.Tensor), f"{name} is a {type(value).__name__}"
+    return value
+
+
+def new_weight(graph_module: GraphModule, name: str, tensor: torch.Tensor) -> Node:
+    """A get_attr node at the top of the graph for a tensor that a pass made."""
+    hold(graph_module, name, tensor)
+    with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
+        node = graph_module.graph.get_attr(name)
+    node.meta["val"] = fake_mode(graph_module).from_tensor(tensor, static_shapes=True)
+    return node
+
+
+def replace(
+    graph_module: GraphModule, outputs: Sequence[Node], build: Callable[[Builder], Sequence[Node]],
+    inputs: Sequence[Node] = (), effects: Sequence[Node] = (),
+) -> Site:  # fmt: skip
+    """Replace `outputs` by what `build` makes, remove `effects` (writes into caches), and return both forms.
+
+    The nodes between `inputs` and `outputs` are the before form; placeholders and weights that it reaches are
+    inputs too. Nodes that lose their last user stay until dead code is eliminated.
+    """
+    graph = graph_module.graph
+    several = len(outputs) > 1 and not effects
+    root = min(outputs) if several else max((*outputs, *effects))
+    with graph.inserting_before(root) if several else graph.inserting_after(root):
+        marker = graph.call_function(torch.ops.aten.alias.default, (root,) if not several else ())
+    with graph.inserting_before(marker):
+        builder = Builder(graph_module, root)
+        results = list(build(builder))
+    graph.erase_node(marker)
+    site = make_site((*effects, *outputs), (*builder.effects, *results), inputs)
+    inside = set(collect(results, inputs)[1])
+    for old, new in zip(outputs, results, strict=True):
+        # A new node may read the value that it replaces (a part of it, say): those uses stay.
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+    for effect in effects:
+        graph.erase_node(effect)
+    return site
+
+
+def make_site(outputs: Sequence[Node], results: Sequence[Node], inputs: Sequence[Node]) -> Site:
+    leaves = list(inputs)
+    for ends in (outputs, results):
+        leaves += [leaf for leaf in collect(ends, leaves)[0] if leaf not in leaves]
+    before, after = extract(outputs, leaves), extract(results, leaves)
+    examples = tuple(leaf.meta["val"] for leaf in leaves)
+    key = hashlib.sha256((structure(before) + "=>" + structure(after) + signature(examples)).encode()).hexdigest()
+    return Site(outputs[0].name, where(outputs[0]), before, after, examples, key[:16])
+
+
+def collect(ends: Sequence[Node], inputs: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """(leaves, inner nodes in a valid order) of the sub-graph from `inputs` to `ends`."""
+    leaves: list[Node] = []
+    inner: list[Node] = []
+    seen: set[Node] = set()
+    stop = set(inputs)
+    stack: list[tuple[Node, bool]] = [(end, False) for end in reversed(ends)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            inner.append(node)
+        elif node not in seen:
+            seen.add(node)
+            if node in stop or node.op in ("placeholder", "get_attr"):
+                leaves.append(node)
+                continue
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.all_input_nodes))
+    return leaves, inner
+
+
+def extract(ends: Sequence[Node], leaves: Sequence[Node]) -> GraphModule:
+    """The sub-graph from `leaves` to `ends` as a graph of its own; leaves keep their names."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for leaf in leaves:
+        copies[leaf] = graph.placeholder(leaf.name.replace(".", "_"))
+        copies[leaf].meta = dict(leaf.meta)
+    for node in collect(ends, leaves)[1]:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[end] for end in ends))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def structure(graph_module: GraphModule) -> str:
+    """Text of a graph in which names do not matter: equal for graphs of equal structure."""
+    index: dict[Node, int] = {}
+    lines = []
+    for i, node in enumerate(graph_module.graph.nodes):
+        index[node] = i
+        role = node.name if node.op == "placeholder" and node.name in STEP_NAMES else ""
+        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        lines.append(json.dumps([node.op, role, str(node.target) if node.op == "call_function" else "", str(args)]))
+    return "\n".join(lines)
+
+
+def signature(examples: Sequence[Any]) -> str:
+    """Shapes and dtypes; symbolic sizes by their order of appearance."""
+    symbols: dict[str, str] = {}
+    parts = []
+    for value in examples:
+        if isinstance(value, torch.Tensor):
+            dims = [str(d) if isinstance(d, int) else symbols.setdefault(str(d), f"s{len(symbols)}") for d in value.shape]
+            parts.append(f"{value.dtype}[{', '.join(dims)}]")
+        else:
+            parts.append(type(value).__name__)
+    return "; ".join(parts)
+
+
+# Placeholders whose values must agree with each other, so their role is part of a site's structure.
+STEP_NAMES = frozenset(
+    ("input_ids", "position_ids", "positions", "slot_mapping", "page_table", "seq_lens", "cu_seqlens_q", "logit_rows")
+)
