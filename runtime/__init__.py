@@ -1,0 +1,1 @@
+"""Serves artifacts: requests, pages, scheduling, sampling. numpy only; import submodules directly."""

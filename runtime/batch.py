@@ -1,0 +1,87 @@
+"""A step as the arrays that a program reads: the runtime's side of STEP_INPUTS."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.runtime.kv_cache import NULL_PAGE
+from octavo.runtime.request import Request
+from octavo.runtime.scheduler import Chunk
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of a step, request after request. T tokens, R requests, P page-table columns, L wanted rows.
+
+    input_ids     (T,) i64
+    positions     (T,) i64      of each token in its sequence
+    slot_mapping  (T,) i64      where its key and value go: page * page_size + row
+    page_table    (R, P) i32    pages of each request in order; unused columns hold the null page
+    seq_lens      (R,) i32      tokens of each request with this step's included
+    cu_seqlens_q  (R + 1,) i32  request r owns tokens cu_seqlens_q[r] : cu_seqlens_q[r + 1]
+    logit_rows    (L,) i64      tokens whose logits are wanted; L may be 0 when every prompt is still
+                  incomplete
+    requests      L of them: who each logit row belongs to
+    """
+
+    input_ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slot_mapping: NDArray[np.int64]
+    page_table: NDArray[np.int32]
+    seq_lens: NDArray[np.int32]
+    cu_seqlens_q: NDArray[np.int32]
+    logit_rows: NDArray[np.int64]
+    requests: tuple[Request, ...]
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """T, R, L, P; num_pages is the runner's."""
+        num_requests, num_columns = self.page_table.shape
+        return {"T": len(self.input_ids), "R": num_requests, "L": len(self.logit_rows), "P": num_columns}
+
+    @property
+    def inputs(self) -> Mapping[str, NDArray[np.int64] | NDArray[np.int32]]:
+        """The arrays by their names in STEP_INPUTS; all contiguous."""
+        return {
+            "input_ids": self.input_ids,
+            "positions": self.positions,
+            "slot_mapping": self.slot_mapping,
+            "page_table": self.page_table,
+            "seq_lens": self.seq_lens,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "logit_rows": self.logit_rows,
+        }
+
+
+def build_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
+    """Lay out the chunks of a step one after another; their requests hold the pages for them already."""
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    ends = starts + lengths
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    page_table = _page_table(chunks, -(-ends // page_size))
+    rows = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+    slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    assert (slots >= (NULL_PAGE + 1) * page_size).all(), "a token was placed in the null page"
+    input_ids = [token for c in chunks for token in c.request.tokens[c.start : c.start + c.length]]
+    is_sampled = np.array([chunk.is_sampled for chunk in chunks], bool)
+    return Batch(
+        input_ids=np.array(input_ids, np.int64),
+        positions=positions,
+        slot_mapping=slots,
+        page_table=page_table,
+        seq_lens=ends.astype(np.int32),
+        cu_seqlens_q=offsets.astype(np.int32),
+        logit_rows=offsets[1:][is_sampled] - 1,
+        requests=tuple(chunk.request for chunk in chunks if chunk.is_sampled),
+    )
+
+
+def _page_table(chunks: Sequence[Chunk], num_used: NDArray[np.int64]) -> NDArray[np.int32]:
+    table = np.full((len(chunks), int(num_used.max())), NULL_PAGE, np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, num_used.tolist(), strict=True)):
+        table[row, :count] = chunk.request.pages[:count]
+    return table

@@ -1,0 +1,194 @@
+"""Runs a step: Batch in, logits out. NativeRunner calls the host program of a cpu artifact."""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.errors import ArtifactError, ExecutionError, ToolchainError
+from octavo.compiler.expression import evaluate
+from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
+from octavo.compiler.program import DIMS, Buffer, Program
+from octavo.runtime.batch import Batch
+
+SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
+ALIGNMENT = 64
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "i32": 4, "i64": 8, "u8": 1}
+
+# The default pool holds this many sequences of full length, if that takes no more than this share of free
+# memory.
+DEFAULT_FULL_SEQUENCES = 8
+DEFAULT_MEMORY_SHARE = 0.25
+
+
+class ModelRunner(Protocol):
+    """What the engine needs: pages of its own, and one step at a time."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits (L, vocab) of the wanted rows, valid until the next run; fills the batch's slots."""
+        ...
+
+
+class NativeRunner:
+    """A cpu artifact's program on this machine's cores.
+
+    num_pages    KV pages with the null page; None: see `default_num_pages`
+    num_threads  None: every usable core
+    origin       where the code came from: "artifact", or why it was built again
+    """
+
+    def __init__(
+        self, artifact: Artifact, num_pages: int | None = None, num_threads: int | None = None
+    ) -> None:
+        self.program = artifact.program
+        self.page_size = artifact.program.page_size
+        self.num_pages = default_num_pages(artifact) if num_pages is None else num_pages
+        self.num_threads = usable_cores() if num_threads is None else num_threads
+        if self.num_pages < 2 or self.num_threads < 1:
+            raise ExecutionError(
+                f"runner: expected at least 2 pages (one is the null page) and 1 thread, "
+                f"got {self.num_pages} and {self.num_threads}"
+            )
+        self.vocab_size = artifact.model.vocab_size
+        library, self.origin = load_library(artifact)
+        self._step = library.octavo_step
+        self._step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+        self._step.restype = ctypes.c_int
+        self._library = library
+        buffers = [buffer for buffer in self.program.buffers if buffer.kind != "workspace"]
+        self._place = {buffer.name: place for place, buffer in enumerate(buffers)}
+        self._output = self.program.of_kind("output")[0]
+        self._memory = self._allocate(artifact, buffers)
+        self._pointers = np.zeros(len(buffers) + 1, np.uintp)
+        for name, array in self._memory.items():
+            self._pointers[self._place[name]] = array.ctypes.data
+        self._logits = aligned_zeros(0)
+        self._workspace = aligned_zeros(0)
+
+    def _allocate(self, artifact: Artifact, buffers: list[Buffer]) -> dict[str, NDArray[Any]]:
+        """Weights as they are mapped, and zeroed pages."""
+        dims = {name: 0 for name in DIMS} | {"num_pages": self.num_pages}
+        memory: dict[str, NDArray[Any]] = {}
+        for buffer in buffers:
+            if buffer.kind == "weight":
+                memory[buffer.name] = artifact.weights[buffer.name].array
+            elif buffer.kind == "cache":
+                memory[buffer.name] = aligned_zeros(num_bytes(buffer, dims))
+        return memory
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
+        dims = {**batch.dims, "num_pages": self.num_pages}
+        inputs = batch.inputs
+        for buffer in self.program.of_kind("input"):
+            self._pointers[self._place[buffer.name]] = inputs[buffer.name].ctypes.data
+        self._logits = grown(self._logits, num_bytes(self._output, dims))
+        self._workspace = grown(self._workspace, evaluate(self.program.workspace, dims))
+        self._pointers[self._place[self._output.name]] = self._logits.ctypes.data
+        self._pointers[-1] = self._workspace.ctypes.data
+        sizes = np.array([dims[name] for name in DIMS], np.int64)
+        code = self._step(sizes.ctypes.data, self._pointers.ctypes.data, self.num_threads)
+        if code != 0:
+            shown = ", ".join(f"{name}={value}" for name, value in dims.items())
+            raise ExecutionError(f"{LIBRARY}: expected octavo_step to return 0, got {code} at {shown}")
+        logits = self._logits[: num_bytes(self._output, dims)].view(np.float32)
+        return logits.reshape(dims["L"], self.vocab_size)
+
+
+def load_library(artifact: Artifact) -> tuple[ctypes.CDLL, str]:
+    """The host program, and where it came from: "artifact", or why it was built from its source again.
+
+    Raises ToolchainError if it has to be built and no compiler is here, ArtifactError if the artifact is for
+    a GPU.
+    """
+    if SOURCE not in artifact.files:
+        raise ArtifactError(
+            f"{artifact.path}: expected {SOURCE} of a cpu artifact, got target "
+            f"{artifact.manifest['target']}; compile with target='cpu' to run on this machine's processor"
+        )
+    unusable = _why_not_as_is(artifact)
+    if not unusable:
+        try:
+            return _checked(ctypes.CDLL(str(artifact.path / LIBRARY))), "artifact"
+        except OSError as error:
+            unusable = f"it does not load here: {error}"
+    try:
+        built = build_shared_library(artifact.read(SOURCE).decode(), host_features())
+    except ToolchainError as error:
+        raise ToolchainError(
+            f"{LIBRARY} cannot be used ({unusable}) and has to be built again; {error}"
+        ) from None
+    return _checked(ctypes.CDLL(str(built))), f"built for {host_features()}, as {unusable}"
+
+
+def _why_not_as_is(artifact: Artifact) -> str:
+    if LIBRARY not in artifact.files or FEATURES not in artifact.files:
+        return "the artifact holds no built library"
+    features = artifact.read(FEATURES).decode(errors="replace").strip()
+    return "" if can_run(features) else f"it was built for {features}, this CPU has {host_features()}"
+
+
+def _checked(library: ctypes.CDLL) -> ctypes.CDLL:
+    for symbol in ("octavo_step", "octavo_features"):
+        if not hasattr(library, symbol):
+            raise ArtifactError(
+                f"{LIBRARY}: expected the function {symbol}, got none; compile the model again"
+            )
+    library.octavo_features.restype = ctypes.c_char_p
+    features = (library.octavo_features() or b"").decode(errors="replace")
+    if not can_run(features):
+        raise ArtifactError(
+            f"{LIBRARY}: expected code for {host_features()} or less, got '{features}'; "
+            "compile the model again"
+        )
+    return library
+
+
+def default_num_pages(artifact: Artifact) -> int:
+    """Pages for 8 sequences of the model's full length, or what a quarter of free memory holds if less.
+
+    One more is the null page. Raises ExecutionError if not even one page besides it fits.
+    """
+    program = artifact.program
+    wanted = DEFAULT_FULL_SEQUENCES * -(-artifact.model.max_model_len // program.page_size) + 1
+    budget = int(available_memory() * DEFAULT_MEMORY_SHARE)
+    affordable = budget // max(page_bytes(program), 1)
+    if affordable < 2:
+        raise ExecutionError(
+            f"page pool: expected room for 2 pages of {page_bytes(program)} bytes in {budget} bytes "
+            f"({DEFAULT_MEMORY_SHARE:.0%} of free memory), got {affordable}; free memory or give num_pages"
+        )
+    return min(wanted, affordable)
+
+
+def page_bytes(program: Program) -> int:
+    """Bytes of one page in all layers."""
+    dims = {name: 0 for name in DIMS} | {"num_pages": 1}
+    return sum(num_bytes(buffer, dims) for buffer in program.of_kind("cache"))
+
+
+def num_bytes(buffer: Buffer, dims: Mapping[str, int]) -> int:
+    """Bytes of a buffer at the given sizes."""
+    return math.prod(evaluate(size, dims) for size in buffer.shape) * ITEM_BYTES[buffer.dtype]
+
+
+def grown(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """The same memory if it is large enough, else new memory."""
+    return memory if memory.nbytes >= size else aligned_zeros(size)
+
+
+def aligned_zeros(size: int) -> NDArray[np.uint8]:
+    """`size` zero bytes starting on a 64-byte boundary. Large ones take physical memory only once written."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
