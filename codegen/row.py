@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.compiler.dims import dim_names, dtype_name, to_dim
+from octavo.compiler.dims import dim_names, dtype_name, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
@@ -76,14 +76,9 @@ def static_size(node: fx.Node, name: str, axis: int) -> int:
     return size
 
 
-def writes_logits(node: fx.Node) -> bool:
-    """Whether the result leaves the graph, possibly through views: such results are handed over in fp32."""
-    return any(user.op == "output" or (is_view(user) and writes_logits(user)) for user in node.users)
-
-
 def result_dtype(node: fx.Node) -> str:
-    """The dtype in which the (first) result is stored."""
-    return "fp32" if writes_logits(node) else dtype_name(first_result(node))
+    """The dtype in which the (first) result is stored; logits are handed over in fp32."""
+    return "fp32" if leaves_graph(node) else dtype_name(first_result(node))
 
 
 def first_result(node: fx.Node) -> torch.Tensor:
@@ -92,11 +87,6 @@ def first_result(node: fx.Node) -> torch.Tensor:
     first = value[0] if isinstance(value, tuple | list) else value
     assert isinstance(first, torch.Tensor), f"{node} has no tensor result"
     return first
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node only renames memory: a view or a reshape of a contiguous tensor."""
-    return node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 def row_count(node: fx.Node) -> Dim:

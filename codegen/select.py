@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from octavo.codegen import rows_cpp, rows_triton
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.row import Row, op_name, where
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.target import Family, Target
+
+TABLE: dict[Family, tuple[Row, ...]] = {"cpp": rows_cpp.ROWS, "triton": rows_triton.ROWS}
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Selection:
     skipped: tuple[tuple[str, str], ...] = ()
 
 
-def select(node: fx.Node, target: Target, rows: Mapping[Family, tuple[Row, ...]]) -> Selection:
+def select(node: fx.Node, target: Target, rows: Mapping[Family, tuple[Row, ...]] = TABLE) -> Selection:
     """The first row of the target's family that serves the node.
 
     Raises CodegenError if none does, with each row's reason.

@@ -1,4 +1,4 @@
-"""The sizes of a lowered graph by name: which symbol is T, R, L, P or num_pages, and sizes in these names."""
+"""The memory of a lowered graph: sizes in the names of a step, dtypes, which nodes only rename or leave it."""
 
 import re
 from typing import Any
@@ -56,3 +56,13 @@ def to_dim(size: Any, names: dict[sympy.Symbol, str]) -> Dim:
     if unknown:
         raise IllegalGraphError(f"size {expression} holds {sorted(map(str, unknown))}, known are {names}")
     return str(expression.subs({symbol: sympy.Symbol(name) for symbol, name in names.items()}))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only renames memory: a view or a reshape of a contiguous tensor."""
+    return node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+def leaves_graph(node: fx.Node) -> bool:
+    """Whether the result is the graph's output, possibly through views: such memory belongs to the caller."""
+    return any(user.op == "output" or (is_view(user) and leaves_graph(user)) for user in node.users)

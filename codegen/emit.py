@@ -1,0 +1,149 @@
+"""Lowered graph + chosen kernels -> Program: every buffer once, one step per launch, in graph order."""
+
+import operator
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch import fx
+
+from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.row import arguments, result_dtype, where
+from octavo.compiler.dims import CACHE_NAME, ITEM_BYTES, dim_names, dtype_name, is_view, leaves_graph, to_dim
+from octavo.compiler.errors import CodegenError
+from octavo.compiler.program import STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+from octavo.passes.plan_memory import ALIGNMENT, MemoryReport, Placement
+
+ORDER: tuple[BufferKind, ...] = ("input", "cache", "weight", "output", "workspace")
+
+
+def emit(
+    module: fx.GraphModule, specs: Mapping[fx.Node, KernelSpec], memory: MemoryReport, page_size: int
+) -> Program:
+    """The launch program of a lowered graph whose memory is planned.
+
+    specs   the kernel of every octavo node
+    Buffers come in ORDER, those of a kind as the graph meets them. A weight that several nodes read, under one name
+    or several, is one buffer with the first name. Token tensors lose the graph's leading 1: logits are (L, vocab).
+    Raises CodegenError for a node that has no kernel, no memory, or an argument that cannot be bound.
+    """
+    emitter = _Emitter(module, memory)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            emitter.add_placeholder(node)
+        elif node.op == "get_attr":
+            emitter.add_weight(node)
+        elif node.op == "call_function":
+            emitter.add_call(node, specs.get(node))
+    buffers = sorted(emitter.buffers.values(), key=lambda buffer: ORDER.index(buffer.kind))
+    return Program(tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size)
+
+
+class _Emitter:
+    """What emit gathers while it walks the graph. names: a node's buffer, or one for each of its results."""
+
+    def __init__(self, module: fx.GraphModule, memory: MemoryReport) -> None:
+        self.module = module
+        self.sizes: dict[sympy.Symbol, str] = dim_names(module.graph)
+        self.buffers: dict[str, Buffer] = {}
+        self.names: dict[fx.Node, tuple[str, ...]] = {}
+        self.weights: dict[tuple[object, ...], str] = {}
+        self.steps: list[Step] = []
+        self.planned = f"{memory.peak} * T"
+        self.scratch: dict[str, None] = {}
+
+    @property
+    def workspace(self) -> Dim:
+        """Planned values first, then scratch memory: launches with scratch of one size share it."""
+        return " + ".join((self.planned, *self.scratch))
+
+    def add_placeholder(self, node: fx.Node) -> None:
+        if node.name in STEP_INPUTS:
+            dtype, shape = STEP_INPUTS[node.name]
+            self._add(node, Buffer(node.name, "input", dtype, shape))
+        elif CACHE_NAME.fullmatch(node.name):
+            self._add(
+                node, Buffer(node.name, "cache", dtype_name(node.meta["val"]), self._shape(node.meta["val"]))
+            )
+        else:
+            raise CodegenError(f"emit: expected an input of a step or a cache, got placeholder {node.name}")
+
+    def add_weight(self, node: fx.Node) -> None:
+        weight: object = operator.attrgetter(str(node.target))(self.module)
+        assert isinstance(weight, torch.Tensor), f"{node.target} is no tensor"
+        place = weight.data_ptr() if weight.device.type != "meta" else id(weight)
+        identity = (place, weight.dtype, tuple(weight.shape), weight.stride())
+        name = self.weights.setdefault(identity, str(node.target))
+        self._add(node, Buffer(name, "weight", dtype_name(weight), tuple(weight.shape)))
+
+    def add_call(self, node: fx.Node, spec: KernelSpec | None) -> None:
+        if is_view(node) or node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            shown = self.names[source]
+            self.names[node] = shown if is_view(node) else (shown[node.args[1]],)  # type: ignore[index]
+            return
+        if spec is None:
+            raise CodegenError(f"emit: no kernel was chosen for {node.target} ({where(node)})")
+        if node.meta.get("val") is not None:
+            self._add_results(node)
+        self._add_scratch(node, spec)
+        for launch in spec.launches:
+            args = tuple(self._bind(node, arg) for arg in launch.args)
+            self.steps.append(Step(launch.name, args, launch.grid, launch.when))
+
+    def _add_results(self, node: fx.Node) -> None:
+        value = node.meta["val"]
+        results = tuple(value) if isinstance(value, tuple | list) else (value,)
+        if leaves_graph(node):
+            self._add(node, Buffer("logits", "output", result_dtype(node), self._shape(results[0])[1:]))
+            return
+        places = node.meta.get("buffer")
+        if places is None:
+            raise CodegenError(
+                f"emit: expected a place in the workspace, run plan_memory first ({where(node)})"
+            )
+        buffers = tuple(
+            Buffer(
+                place.name, "workspace", dtype_name(result), self._shape(result)[1:], f"{place.offset} * T"
+            )
+            for place, result in zip(places if isinstance(places, tuple) else (places,), results, strict=True)
+        )
+        self._add(node, *buffers)
+
+    def _add_scratch(self, node: fx.Node, spec: KernelSpec) -> None:
+        """Scratch lies after all planned values, so a launch's scratch meets nothing that lives."""
+        end = self.planned
+        for name, dtype, shape in spec.scratch:
+            buffer = Buffer(f"{node.name}.{name}", "workspace", dtype, shape, end)
+            self.buffers[buffer.name] = buffer
+            count = " * ".join(f"({size})" for size in (*shape, ITEM_BYTES[dtype]))
+            end = f"{end} + ({count} + {ALIGNMENT - 1}) // {ALIGNMENT} * {ALIGNMENT}"
+        if spec.scratch:
+            self.scratch[end.removeprefix(f"{self.planned} + ")] = None
+
+    def _bind(self, node: fx.Node, arg: Arg) -> str | int | float:
+        """The buffer or the expression that an argument of a launch stands for; the rules are Row's."""
+        if arg.kind == "scalar":
+            return arg.value
+        name = arg.name.removesuffix("_ptr").removesuffix("_desc")
+        given = arguments(node)
+        if name in given and isinstance(given[name], fx.Node):
+            return self.names[given[name]][0]
+        if f"{node.name}.{name}" in self.buffers:
+            return f"{node.name}.{name}"
+        stem, _, index = name.partition("_")
+        if stem == "out" and node in self.names:
+            return self.names[node][int(index or 0)]
+        raise CodegenError(
+            f"emit: kernel argument {arg.name} is neither an argument of the op nor a result ({where(node)})"
+        )
+
+    def _add(self, node: fx.Node, *buffers: Buffer) -> None:
+        for buffer in buffers:
+            known = self.buffers.setdefault(buffer.name, buffer)
+            assert known == buffer, f"two buffers are named {buffer.name}"
+        self.names[node] = tuple(buffer.name for buffer in buffers)
+
+    def _shape(self, value: torch.Tensor) -> tuple[Dim, ...]:
+        return tuple(to_dim(size, self.sizes) for size in value.shape)
