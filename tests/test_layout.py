@@ -50,6 +50,7 @@ LAYERS: dict[str, int] = {
     "octavo.codegen.*": 5,
     "octavo.compiler.capture": 6,
     "octavo.compiler.huggingface": 6,
+    "octavo.compiler.fresh_inputs": 6,
     "octavo.compiler.verify": 6,
     "octavo.compiler.pipeline": 6,
     "octavo.compiler.backend": 6,
