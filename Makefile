@@ -42,7 +42,7 @@ test: lint ## lint, types, then every test that takes seconds
 
 lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@echo "== ruff"
-	@$(BIN)/ruff check
+	@$(BIN)/ruff check --output-format=concise
 	@$(BIN)/ruff format --check
 	@echo "== mypy"
 	@$(BIN)/mypy
