@@ -43,7 +43,7 @@ test: lint ## lint, types, then every test that takes seconds
 lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@echo "== ruff"
 	@$(BIN)/ruff check --output-format=concise
-	@$(BIN)/ruff format --check
+	@$(BIN)/ruff format --check --output-format=concise
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@echo "== pyright"
