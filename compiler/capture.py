@@ -45,10 +45,11 @@ def capture(model: nn.Module) -> Captured:
     model.eval()
     try:
         if library is None:
-            return Captured(_export(_Wrapped(model, _signature(model))), _info(model, {}), "patterns")
+            graph_module = _export(_Wrapped(model, _signature(model)))
+            return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
         with library.attention_as_op(model):
             graph_module = _export(_Wrapped(model, library.call))
-        return Captured(graph_module, _info(model, library.description(model)), "interface")
+        return Captured(graph_module, _info(model, library.description(model), None), "interface")
     finally:
         model.train(was_training)
 
@@ -100,13 +101,12 @@ def _signature(model: nn.Module) -> Caller:
 
 
 def _export(wrapped: _Wrapped) -> GraphModule:
-    tokens = Dim("T")
     device = next((p.device for p in wrapped.parameters()), torch.device("cpu"))
     example = {
         "input_ids": torch.arange(EXAMPLE_LEN, device=device)[None] % 2,
         "position_ids": torch.arange(EXAMPLE_LEN, device=device)[None],
     }
-    shapes = {name: {1: tokens} for name in example}
+    shapes = {name: {1: Dim.AUTO} for name in example}
     try:
         with torch.no_grad():
             program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
@@ -119,7 +119,26 @@ def _export(wrapped: _Wrapped) -> GraphModule:
             f"{_first_line(error)}){_model_line(error)}; the model must run on one sequence of any length without "
             "Python control flow that depends on token values"
         ) from error
-    return _with_named_weights(program)
+    graph_module = _with_named_weights(program)
+    graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
+    return graph_module
+
+
+def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProgram, name: str) -> int | None:
+    """Both inputs have one symbolic length. Returns the longest that the model's own slices allow, if any."""
+    ids, positions = (n for n in graph_module.graph.nodes if n.op == "placeholder")
+    length = ids.meta["val"].shape[1]
+    if isinstance(length, int):
+        raise CaptureError(
+            f"capture: {name} fixed the sequence length to {length} while it was traced; some of its code turns the "
+            "length into a Python number (a list, a loop, int()); keep it a size of a tensor"
+        )
+    if positions.meta["val"].shape[1] != length:
+        # The model reads no positions, so nothing else has tied the two symbols together.
+        positions.meta["val"] = ids.meta["val"].clone()
+    bounds = program.range_constraints.get(length.node.expr)
+    upper = None if bounds is None else bounds.upper
+    return int(upper) if upper is not None and upper.is_Integer and int(upper) < 1 << 31 else None
 
 
 def _first_line(error: Exception) -> str:
@@ -175,9 +194,9 @@ def _weight(
     return result
 
 
-def _info(model: nn.Module, known: dict[str, Any]) -> dict[str, Any]:
+def _info(model: nn.Module, known: dict[str, Any], longest: int | None) -> dict[str, Any]:
     base = {
-        "name": type(model).__name__, "vocab_size": None, "num_layers": None, "max_model_len": None,
+        "name": type(model).__name__, "vocab_size": None, "num_layers": None, "max_model_len": longest,
         "eos_token_ids": [], "bos_token_id": None,
     }  # fmt: skip
     return {**base, **known}

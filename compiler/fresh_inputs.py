@@ -1,5 +1,6 @@
 """Fresh inputs for a rewrite site: random values of the right shapes, and step inputs that agree with each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,10 @@ class Sizes:
         return [d if isinstance(d, int) else self.values.get(str(d), self.tokens) for d in shape]
 
 
-def fresh_inputs(graph_module: GraphModule, examples: tuple[Any, ...], tokens: int, seed: int) -> list[Any]:
+def fresh_inputs(
+    graph_module: GraphModule, examples: tuple[Any, ...], tokens: int, seed: int,
+    constants: Mapping[str, Tensor] | None = None,
+) -> list[Any]:  # fmt: skip
     """One value for each placeholder. Floats are normal, weights scaled by 1 / sqrt(fan-in), a few rows tiny."""
     generator = torch.Generator().manual_seed(seed)
     names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
@@ -87,8 +91,9 @@ def fresh_inputs(graph_module: GraphModule, examples: tuple[Any, ...], tokens: i
             sizes.bind(example.shape, step.tensors[name].shape)
         elif is_cache(name):
             sizes.bind(example.shape, (step.num_pages, *example.shape[1:]))
+    fixed = constants or {}
     return [
-        _value(graph_module, name, example, step, sizes, generator)
+        fixed[name] if name in fixed else _value(graph_module, name, example, step, sizes, generator)
         for name, example in zip(names, examples, strict=True)
     ]
 

@@ -60,7 +60,7 @@ def prove(site: Site, bitwise: bool = False) -> Evidence:
         return _prove_paging(site)
     evidence = []
     for seed, tokens in enumerate(TOKENS):
-        inputs = fresh_inputs(site.after, site.examples, tokens, seed)
+        inputs = fresh_inputs(site.after, site.examples, tokens, seed, site.constants)
         wide = [_wide(v) for v in inputs]
         reference, after = _run_wide(site.before, wide), _run_wide(site.after, wide)
         _compare(reference, after, _depth(site) * torch.finfo(torch.float64).eps * SAFETY, f"fp64, {tokens} tokens")

@@ -1,7 +1,7 @@
 """Bring a captured graph into one spelling, so that later patterns need only one.
 
 Removed: assertions, conversions to the dtype a value has, copies, factors of one, full slices. Every reshape is
-`aten.view` with at most one -1 for the symbolic size, every transpose `aten.permute`; chains of them are one;
+`aten.reshape` with at most one -1 for the symbolic size, every transpose `aten.permute`; chains of them are one;
 equal calls are one; linear and embedding become ops of the dialect. Values do not change, bit for bit.
 """
 
@@ -59,7 +59,7 @@ def _remove_assertions(graph_module: GraphModule) -> None:
 
 def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None:
     """Apply the first simplification that fits `node`."""
-    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices):
+    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices, _product, _type_as):
         build = simplify(node)
         if build is not None:
             inputs = build.inputs or node.all_input_nodes
@@ -117,12 +117,12 @@ def _reshape(node: Node) -> Build | None:
     source = node.args[0]
     assert isinstance(source, Node)
     sizes = target_sizes(shape(node))
-    chained = source.target is aten.view.default
-    if sizes is None or (node.target is aten.view.default and node.args[1] == sizes and not chained):
+    chained = source.target is aten.reshape.default
+    if sizes is None or (node.target is aten.reshape.default and node.args[1] == sizes and not chained):
         return None
     origin = source.args[0] if chained else source
     assert isinstance(origin, Node)
-    return Build(lambda b: b.call(aten.view.default, origin, sizes), (origin,))
+    return Build(lambda b: b.call(aten.reshape.default, origin, sizes), (origin,))
 
 
 def permutation(node: Node) -> list[int]:
@@ -187,6 +187,39 @@ def _slices(node: Node) -> Build | None:
     whole = source.args[0]
     assert isinstance(whole, Node)
     return Build(lambda b: b.call(aten.slice.Tensor, whole, dim, start, start + parts[index].shape[dim]), (whole,))
+
+
+def _product(node: Node) -> Build | None:
+    """A contraction of two tensors over one axis is a matrix product of transposed operands."""
+    if node.target is not aten.einsum.default or len(node.args[1]) != 2:  # type: ignore[arg-type]
+        return None
+    left, right = node.args[1]  # type: ignore[misc]
+    terms, out = str(node.args[0]).replace(" ", "").split("->")
+    first, second = terms.split(",")
+    batch = [d for d in out if d in first and d in second]
+    summed = [d for d in first if d in second and d not in out]
+    rows, columns = [d for d in first if d not in second], [d for d in second if d not in first]
+    if [len(summed), len(rows), len(columns)] != [1, 1, 1]:
+        return None
+
+    def make(b: Builder) -> Node:
+        a = b.call(aten.permute.default, left, [first.index(d) for d in (*batch, *rows, *summed)])
+        c = b.call(aten.permute.default, right, [second.index(d) for d in (*batch, *summed, *columns)])
+        result = [*batch, *rows, *columns]
+        return b.call(aten.permute.default, b.call(aten.matmul.default, a, c), [result.index(d) for d in out])
+
+    return Build(make)
+
+
+def _type_as(node: Node) -> Build | None:
+    if node.target is not aten.type_as.default:
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    dtype = node.meta["val"].dtype
+    if source.meta["val"].dtype == dtype:
+        return Build(lambda _: source)
+    return Build(lambda b: b.call(aten._to_copy.default, source, dtype=dtype))
 
 
 def _merge_equal_calls(graph_module: GraphModule) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from octavo.passes.pattern import aten
-from octavo.passes.rewrite import collect, extract, held, new_weight, replace
+from octavo.passes.rewrite import Builder, collect, extract, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-VIEWS = (aten.view.default, aten.permute.default, aten.expand.default)
+VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 
 def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassReport:
@@ -40,7 +40,7 @@ def _replace_aranges(graph_module: GraphModule, positions: Node, report: PassRep
         value = node.meta["val"]
         if value.dtype == torch.int64 and value.shape[0] == length and _starts_at_zero(node):
             report.sites.append(
-                replace(graph_module, [node], lambda b: [b.call(aten.view.default, positions, [-1])], [positions])
+                replace(graph_module, [node], lambda b: [b.call(aten.reshape.default, positions, [-1])], [positions])
             )
 
 
@@ -69,20 +69,19 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
     return list(found)
 
 
-def _rows(node: Node) -> tuple[int, bool] | None:
-    """(width, has a batch axis) of a value with one row for each token."""
+def _width(node: Node) -> int | None:
+    """Row width of a value with one row for each token and no other axis, whatever axes of size one it has."""
     shape = node.meta["val"].shape
     if not node.meta["val"].dtype.is_floating_point or not isinstance(shape[-1], int):
         return None
-    if len(shape) == 3 and shape[0] == 1:
-        return shape[-1], True
-    return (shape[-1], False) if len(shape) == 2 else None
+    rest = [d for d in shape[:-1] if not (isinstance(d, int) and d == 1)]
+    return shape[-1] if len(rest) == 1 and not isinstance(rest[0], int) else None
 
 
 def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len: int) -> torch.Tensor | None:
     """Rows 0..max_model_len-1, or None where evaluating positions one by one gives other rows."""
-    rows = _rows(node)
-    if rows is None:
+    width = _width(node)
+    if width is None:
         return None
     leaves = [positions, *(leaf for leaf in collect([node], [positions])[0] if leaf is not positions)]
     weights = [held(graph_module, str(leaf.target)) for leaf in leaves[1:]]
@@ -90,7 +89,7 @@ def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len
 
     def evaluate(values: torch.Tensor) -> torch.Tensor:
         (result,) = Interpreter(sub_graph).run(values[None], *weights)
-        return result.reshape(len(values), rows[0])  # type: ignore[no-any-return]
+        return result.reshape(len(values), width)  # type: ignore[no-any-return]
 
     table = evaluate(torch.arange(max_model_len))
     probe = torch.tensor([max_model_len - 1, 0, max_model_len // 2, 1])[: max(1, min(4, max_model_len))]
@@ -99,19 +98,11 @@ def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len
 
 
 def _look_up(graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, report: PassReport) -> None:
-    rows = _rows(node)
-    assert rows is not None
     weight = new_weight(graph_module, f"positions.{node.name}", table)
-    with graph_module.graph.inserting_after(node):
-        looked_up = graph_module.graph.create_node(
-            "call_function", octavo.embedding.default, (positions, weight), name="position_rows"
-        )
-    looked_up.meta = {**node.meta}
-    result = looked_up
-    if not rows[1]:
-        with graph_module.graph.inserting_after(looked_up):
-            result = graph_module.graph.call_function(aten.view.default, (looked_up, [-1, rows[0]]))
-        result.meta = {**node.meta}
-        looked_up.meta["val"] = node.meta["val"].unsqueeze(0)
+    sizes = [d if isinstance(d, int) else -1 for d in node.meta["val"].shape]
+    with graph_module.graph.inserting_before(node.next):
+        builder = Builder(graph_module, node)
+        rows = builder.call(octavo.embedding.default, positions, weight)
+        result = builder.call(aten.reshape.default, rows, sizes) if len(sizes) != 3 or sizes[0] != 1 else rows
     node.replace_all_uses_with(result)
-    report.notes[weight.target] = f"{tuple(table.shape)} {table.dtype}"
+    report.notes[str(weight.target)] = f"{tuple(table.shape)} {table.dtype}"

@@ -50,7 +50,7 @@ def replacement(build: Builder, found: Match) -> Node:
     order = layout(x.meta["val"], found["cos"].meta["val"])
     assert order is not None
     width = x.meta["val"].shape[-1]
-    cos, sin = (build.call(aten.view.default, found[name], [1, -1, width]) for name in ("cos", "sin"))
+    cos, sin = (build.call(aten.reshape.default, found[name], [1, -1, width]) for name in ("cos", "sin"))
     rotated = build.call(torch.ops.octavo.rope.default, build.call(aten.permute.default, x, order), cos, sin)
     return build.call(aten.permute.default, rotated, order)
 

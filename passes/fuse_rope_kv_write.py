@@ -12,7 +12,7 @@ octavo = torch.ops.octavo
 
 def _part(name: str) -> object:
     piece = call(aten.slice.Tensor, args=(Var("qkv"), 2, Var(f"{name}_start"), Var(f"{name}_end")))
-    return call(aten.view.default, args=(piece,))
+    return call(aten.reshape.default, args=(piece,))
 
 
 def _rotated(name: str) -> object:

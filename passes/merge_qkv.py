@@ -18,7 +18,7 @@ octavo = torch.ops.octavo
 
 def _projection(name: str) -> Any:
     linear = call(octavo.linear.default, args=(Var("x"), Var(f"{name}_weight")), bind=name)
-    return call(aten.view.default, args=(linear,))
+    return call(aten.reshape.default, args=(linear,))
 
 
 def _rotated(name: str) -> Any:

@@ -21,6 +21,7 @@ class Site:
 
     before, after  the two forms as graphs over the same inputs
     examples       the inputs' fake tensors (shape, dtype), in order
+    constants      values, by placeholder name, of weights that the pass relied on (the rows of a mask, say)
     key            equal for sites of equal structure, which need one proof between them
     """
 
@@ -29,6 +30,7 @@ class Site:
     before: GraphModule
     after: GraphModule
     examples: tuple[Any, ...]
+    constants: dict[str, torch.Tensor]
     key: str
 
 
@@ -128,24 +130,39 @@ def replace(
         builder = Builder(graph_module, root)
         results = list(build(builder))
     graph.erase_node(marker)
-    site = make_site((*effects, *outputs), (*builder.effects, *results), inputs)
+    site = make_site(graph_module, (*effects, *outputs), (*builder.effects, *results), inputs)
     inside = set(collect(results, inputs)[1])
     for old, new in zip(outputs, results, strict=True):
         # A new node may read the value that it replaces (a part of it, say): those uses stay.
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
-    for effect in effects:
-        graph.erase_node(effect)
+    for dead in (*effects, *(old for old in outputs if not old.users)):
+        # Dead code elimination keeps calls that may draw random numbers, such as attention with a dropout.
+        graph.erase_node(dead)
     return site
 
 
-def make_site(outputs: Sequence[Node], results: Sequence[Node], inputs: Sequence[Node]) -> Site:
+def make_site(
+    graph_module: GraphModule, outputs: Sequence[Node], results: Sequence[Node], inputs: Sequence[Node]
+) -> Site:
+    """Weights among `inputs` may have any value; others that either form reads keep theirs."""
     leaves = list(inputs)
     for ends in (outputs, results):
         leaves += [leaf for leaf in collect(ends, leaves)[0] if leaf not in leaves]
     before, after = extract(outputs, leaves), extract(results, leaves)
     examples = tuple(leaf.meta["val"] for leaf in leaves)
-    key = hashlib.sha256((structure(before) + "=>" + structure(after) + signature(examples)).encode()).hexdigest()
-    return Site(outputs[0].name, where(outputs[0]), before, after, examples, key[:16])
+    fixed = [leaf for leaf in leaves if leaf.op == "get_attr" and leaf not in inputs]
+    constants = {leaf.name: held(graph_module, str(leaf.target)) for leaf in fixed}
+    parts = [structure(before), structure(after), signature(examples), *map(content, constants.values())]
+    key = hashlib.sha256("\n=>\n".join(parts).encode()).hexdigest()
+    return Site(outputs[0].name, where(outputs[0]), before, after, examples, constants, key[:16])
+
+
+def content(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's bytes."""
+    if tensor.is_meta:
+        return "meta"
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
 def collect(ends: Sequence[Node], inputs: Sequence[Node]) -> tuple[list[Node], list[Node]]:
