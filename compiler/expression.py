@@ -69,7 +69,7 @@ def validate_condition(condition: str, names: Collection[str]) -> None:
 
 def _text(expression: int | str) -> str:
     if not isinstance(expression, str):
-        raise _error(repr(expression), f"expected a whole number or text, got {type(expression).__name__}")
+        raise _error(str(expression), f"expected a whole number or text, got {type(expression).__name__}")
     return expression
 
 
@@ -169,7 +169,7 @@ def _unknown(name: str, names: Collection[str], text: str) -> ArtifactError:
 
 
 def _error(text: str, problem: str) -> ArtifactError:
-    shown = text if len(text) <= 80 else text[:77] + "..."
+    shown = repr(text if len(text) <= 80 else text[:77] + "...")
     return ArtifactError(
-        f"expression '{shown}': {problem}; the artifact is damaged or foreign, compile it again"
+        f"expression {shown}: {problem}; the artifact is damaged or foreign, compile it again"
     )

@@ -218,8 +218,10 @@ class Engine:
                 return []
             tokens = self._run_chunks(chunks)
         except BaseException:
-            # Nothing was committed, or all was: make the books whole so that others can go on.
+            # An interrupt may come anywhere. Make the books whole, so that the other requests can go on.
             self.scheduler.recover()
+            for output in list(self._outputs.values()):
+                self._show(output)
             raise
         finally:
             self.stats.seconds += time.perf_counter() - began

@@ -1,0 +1,111 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.compiler.errors import ArtifactError
+from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Step
+from octavo.compiler.program_json import program_from_json, program_to_json
+
+PROGRAM = Program(
+    buffers=(
+        *(Buffer(name, "input", dtype, shape) for name, (dtype, shape) in STEP_INPUTS.items()),
+        Buffer("w", "weight", "bf16", (3, 5)),
+        Buffer("k_cache_0", "cache", "fp32", ("num_pages", 2, 16, 4)),
+        Buffer("h", "workspace", "fp32", (1, "T", 8), "(T + 15) // 16 * 64"),
+        Buffer("h2", "workspace", "fp32", (1, "T", 8), 0),
+        Buffer("logits", "output", "fp32", (1, "L", 11)),
+    ),
+    steps=(
+        Step("k", ("h", "w", "T * 8", 1e-05, 3, -1e30), ("T", 1, "R + 1"), "T <= 16"),
+        Step("k", ("h", "logits")),
+    ),
+    workspace="T * 128 + 64",
+    page_size=16,
+)
+
+
+def test_round_trip_is_exact_and_stable() -> None:
+    text = program_to_json(PROGRAM)
+    assert program_from_json(text) == PROGRAM
+    assert program_to_json(program_from_json(text)) == text
+
+
+def test_one_buffer_or_step_a_line() -> None:
+    lines = program_to_json(PROGRAM).splitlines()
+    assert sum('"kernel"' in line for line in lines) == len(PROGRAM.steps)
+    assert sum('"dtype"' in line for line in lines) == len(PROGRAM.buffers)
+
+
+def edit(change: Callable[[Any], object]) -> str:
+    data = json.loads(program_to_json(PROGRAM))
+    change(data)
+    return json.dumps(data)
+
+
+WEIGHT, CACHE, SPACE, OUTPUT = (len(STEP_INPUTS) + i for i in (0, 1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda d: d.pop("steps"), "an object of buffers, page_size, steps, workspace"),
+        (lambda d: d.update(extra=1), "an object of buffers"),
+        (lambda d: d.update(buffers={}), "a list of at most"),
+        (lambda d: d.update(page_size=0), "page_size of 1 to"),
+        (lambda d: d.update(page_size=True), "page_size of 1 to"),
+        (lambda d: d.update(workspace="T * S"), "got 'S'"),
+        (lambda d: d.update(workspace=-1), "a size of 0 or more"),
+        (lambda d: d.update(workspace=None), "a size of 0 or more"),
+        (lambda d: d["buffers"].append(d["buffers"][WEIGHT]), "distinct buffer names, got 1 repeated"),
+        (lambda d: d["buffers"][WEIGHT].update(name="../w"), "a name"),
+        (lambda d: d["buffers"][WEIGHT].update(name=3), "a name"),
+        (lambda d: d["buffers"][WEIGHT].update(kind="disk"), "'w': expected a kind of input"),
+        (lambda d: d["buffers"][WEIGHT].update(dtype="fp64"), "a dtype of fp32"),
+        (lambda d: d["buffers"][WEIGHT].update(shape=["T", 5]), "got 'T'"),
+        (lambda d: d["buffers"][WEIGHT].update(shape=[1] * 9), "a list of at most 8"),
+        (lambda d: d["buffers"][WEIGHT].update(offset=0), "an offset for workspace buffers only"),
+        (lambda d: d["buffers"][SPACE].update(offset=None), "an offset for workspace buffers only"),
+        (lambda d: d["buffers"][SPACE].update(offset="T ** 9"), "got BinOp"),
+        (lambda d: d["buffers"][0].update(dtype="i32"), "step inputs among input_ids i64"),
+        (lambda d: d["buffers"][0].update(shape=["R"]), "step inputs among input_ids i64"),
+        (lambda d: d["buffers"][0].update(name="tokens"), "step inputs among input_ids i64"),
+        (lambda d: d["buffers"][CACHE].update(shape=["num_pages", 2, 8, 4]), r"\(num_pages, kv_heads, 16"),
+        (lambda d: d["buffers"][CACHE].update(shape=["T", 2, 16, 4]), r"\(num_pages, kv_heads, 16"),
+        (lambda d: d["buffers"][OUTPUT].update(dtype="bf16"), "one fp32 output buffer"),
+        (lambda d: d.update(buffers=d["buffers"][:OUTPUT], steps=[]), "one fp32 output buffer"),
+        (lambda d: d["steps"][0].update(kernel="a b"), "a kernel name"),
+        (lambda d: d["steps"][0].update(args=["unknown"]), "got 'unknown'"),
+        (lambda d: d["steps"][0].update(args=[None]), "a size of 0 or more, or an expression"),
+        (lambda d: d["steps"][0].update(args=[True]), "a size of 0 or more, or an expression"),
+        (lambda d: d["steps"][0].update(args=[[1]]), "a size of 0 or more, or an expression"),
+        (lambda d: d["steps"][0].update(args=["T"] * 300), "a list of at most 256"),
+        (lambda d: d["steps"][0].update(grid=[1, 1]), "3 grid sizes, got 2"),
+        (lambda d: d["steps"][0].update(grid=["T", 1, "x"]), "got 'x'"),
+        (lambda d: d["steps"][0].update(when="T"), "step 0 'k' when"),
+        (lambda d: d["steps"][0].update(when=None), "step 0 'k' when"),
+        (lambda d: d["steps"].append([]), "step 2: expected an object of"),
+    ],
+)
+def test_anything_unsound_is_refused(change: Callable[[Any], object], expected: str) -> None:
+    with pytest.raises(ArtifactError, match=f"program.json(.|\n)*{expected}(.|\n)*compile it again"):
+        program_from_json(edit(change))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 200_000, '{"a": NaN}'])
+def test_anything_but_a_program_is_refused(text: str) -> None:
+    with pytest.raises(ArtifactError, match=r"program\.json: expected"):
+        program_from_json(text)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none_are_refused(number: str) -> None:
+    with pytest.raises(ArtifactError, match="expected"):
+        program_from_json(program_to_json(PROGRAM).replace("1e-05", number))
+
+
+def test_not_every_input_need_be_used() -> None:
+    fewer = replace(PROGRAM, buffers=PROGRAM.buffers[1:])
+    assert program_from_json(program_to_json(fewer)) == fewer
