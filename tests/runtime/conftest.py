@@ -1,0 +1,96 @@
+"""A runner without a model: its logits depend on every token of a request, read through the page table."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from octavo.compiler.artifact import ModelInfo
+from octavo.runtime.batch import Batch
+from octavo.runtime.engine import Engine
+
+VOCAB_SIZE = 50
+
+
+def logits_of(history: Sequence[int]) -> NDArray[np.float32]:
+    """Logits (vocab,) after these tokens: random, the same for the same tokens in the same order."""
+    seed = zlib.crc32(np.array(history, np.int64).tobytes())
+    return np.random.default_rng(seed).standard_normal(VOCAB_SIZE).astype(np.float32) * 2
+
+
+class FakeRunner:
+    """Keeps (token, position) of each slot as a cache keeps keys and values, and checks what it is given.
+
+    Unwritten and freed slots hold garbage, so a wrong page, slot, position or length changes the logits.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.cache = np.full((num_pages * page_size, 2), -77, np.int64)
+        self.batches: list[dict[str, int]] = []
+        self.fail_with: BaseException | None = None
+        self.poison: dict[int, float] = {}  # last token of a history -> value written into its logits
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.batches.append(batch.dims)
+        assert all(array.flags.c_contiguous for array in batch.inputs.values())
+        assert (batch.slot_mapping >= self.page_size).all(), "the null page is written"
+        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "two tokens share a slot"
+        self.cache[batch.slot_mapping] = np.stack([batch.input_ids, batch.positions], axis=1)
+        rows = []
+        for row in batch.logit_rows.tolist():
+            request = int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1
+            context = int(batch.seq_lens[request]) - (int(batch.cu_seqlens_q[request + 1]) - 1 - row)
+            rows.append(self._logits(self._history(batch.page_table[request], context)))
+        return np.array(rows, np.float32).reshape(len(rows), VOCAB_SIZE)
+
+    def _history(self, pages: NDArray[np.int32], length: int) -> list[int]:
+        index = np.arange(length)
+        tokens, positions = self.cache[
+            pages[index // self.page_size] * self.page_size + index % self.page_size
+        ].T
+        assert (positions == index).all(), "pages do not hold the request's tokens in order"
+        return [int(token) for token in tokens]
+
+    def _logits(self, history: list[int]) -> NDArray[np.float32]:
+        logits = logits_of(history)
+        if history[-1] in self.poison:
+            logits[3] = self.poison[history[-1]]
+        return logits
+
+
+def make_model(**changes: Any) -> ModelInfo:
+    fields = {"max_model_len": 64, "max_batch_tokens": 16, "eos_token_ids": (), **changes}
+    return ModelInfo(name="fake", vocab_size=VOCAB_SIZE, num_layers=1, **fields)
+
+
+@pytest.fixture(scope="session")
+def make_engine() -> Callable[..., Engine]:
+    """Engine(num_pages=, page_size=, model fields by name, other options of Engine)."""
+
+    def make(num_pages: int = 40, page_size: int = 4, tokenizer: Any = None, **options: Any) -> Engine:
+        model = {name: options.pop(name) for name in ("max_model_len", "eos_token_ids") if name in options}
+        return Engine(FakeRunner(num_pages, page_size), make_model(**model), tokenizer, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., list[int]]:
+    """What greedy decoding of the fake model gives for a prompt, without any of the runtime."""
+
+    def run(prompt: Sequence[int], num_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+        history = list(prompt)
+        while len(history) < len(prompt) + num_tokens:
+            history.append(int(np.argmax(logits_of(history))))
+            if history[-1] in stop:
+                break
+        return history[len(prompt) :]
+
+    return run
