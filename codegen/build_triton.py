@@ -106,7 +106,7 @@ def _compile_cached(
         (folder / "kernel.py").write_text(source)
         worker = workers.get()
         try:
-            record = worker.compile({**request, "folder": str(folder)}, spec.name)
+            record = worker.compile({**request, "folder": str(folder)})
         finally:
             workers.put(worker)
         cubin = (folder / "kernel.cubin").read_bytes()
@@ -201,8 +201,8 @@ class _Worker:
         self.process: subprocess.Popen[str] | None = None
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
 
-    def compile(self, request: dict[str, Any], name: str) -> dict[str, Any]:
-        """The worker's answer. Raises CodegenError if the compile failed, aborted or took too long."""
+    def compile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer. Raises CodegenError, without the kernel's name, if it fails, aborts or is late."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()
@@ -224,12 +224,12 @@ class _Worker:
         if line:
             answer: dict[str, Any] = json.loads(line)
             if "error" in answer:
-                raise CodegenError(f"build: {name} does not compile: {answer['error']}")
+                raise CodegenError(f"does not compile: {answer['error']}")
             return answer
         code = self.stop()
         if is_late.is_set():
-            raise CodegenError(f"build: {name} did not compile within {self.timeout_s:g} s")
-        raise CodegenError(f"build: the compiler ended with code {code} on {name}: {self._last_words()}")
+            raise CodegenError(f"did not compile within {self.timeout_s:g} s")
+        raise CodegenError(f"the compiler ended with code {code}: {self._last_words()}")
 
     def _start(self) -> subprocess.Popen[str]:
         script = Path(__file__).with_name("triton_worker.py")

@@ -65,4 +65,4 @@ def base_opcodes(census: Mapping[str, int]) -> dict[str, int]:
 def refusal(name: str, target: Target, attempts: Iterable[tuple[str, Iterable[str]]]) -> str:
     """The message for a kernel of which no choice of numbers may ship."""
     tried = "; ".join(f"{choice}: {', '.join(reasons)}" for choice, reasons in attempts)
-    return f"build: no form of {name} keeps the limits of {target.name} ({tried}); change the row's numbers"
+    return f"build: no form of {name} builds within the limits of {target.name} ({tried}); change its numbers"

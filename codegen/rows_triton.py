@@ -21,7 +21,7 @@ from octavo.codegen.specs_triton import (
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.target import Target
 
-# The widest row that a program holds at once: 64 elements a thread of 8 warps.
+# The widest row that a program holds at once: 32 elements a thread of 16 warps.
 MAX_ROW = 16384
 # Rows of a prefill tile, which must hold at least one token's query heads of a kv head.
 MAX_GROUP = 128

@@ -33,8 +33,8 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that streams so many elements: 16 a thread, from 1 to 8 warps."""
-    return min(max(power_of_2(elements) // 512, 1), 8)
+    """Warps of a program that streams so many elements: 16 a thread, from 1 to 16 warps."""
+    return min(max(power_of_2(elements) // 512, 1), 16)
 
 
 def gather_rows_spec(op: str, rows: str, source: str, count: Dim, width: int, dtype: str) -> KernelSpec:
