@@ -1,5 +1,7 @@
 """The C++ linear kernel: against fp64 within the bound of its arithmetic, and bitwise the same however it is batched."""
 
+from functools import cache
+
 import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
@@ -12,6 +14,7 @@ SHAPES = ((5, 7), (16, 16), (960, 576), (37, 1000), (101, 1537))  # N, K
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@cache
 def spec_of(columns: int, length: int, dtype: torch.dtype, bias: bool, is_logits: bool = False) -> KernelSpec:
     graph = LoweredGraph()
     graph.input("input_ids")
