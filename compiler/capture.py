@@ -63,6 +63,19 @@ def _library(model: nn.Module) -> Any:
     return huggingface if huggingface.is_model(model) else None
 
 
+def reference_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Logits (1, T, vocab) of the model itself for one sequence (1, T): what every graph is compared with."""
+    library = _library(model)
+    call = _signature(model) if library is None else library.call
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        return call(model, input_ids, positions)  # type: ignore[no-any-return]
+    finally:
+        model.train(was_training)
+
+
 Caller = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -174,9 +187,19 @@ def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
             graph.output((copies[node.args[0][0]],))
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for node in graph.nodes:
+        _strip_wrapper(node)
     graph_module = GraphModule(root, graph)
     graph_module.graph.lint()
     return graph_module
+
+
+def _strip_wrapper(node: Node) -> None:
+    """Module paths as the user's model has them, without the wrapper around it."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        inner = {k: (p.removeprefix("model").removeprefix("."), kind) for k, (p, kind) in list(stack.items())[1:]}
+        node.meta["nn_module_stack"] = inner
 
 
 def _weight(

@@ -28,12 +28,13 @@ class StepInputs:
     num_pages: int
 
 
-def step_inputs(chunks: list[Chunk], page_size: int, generator: torch.Generator, max_len: int = 64) -> StepInputs:
+def step_inputs(
+    chunks: list[Chunk], page_size: int, num_requests: int, generator: torch.Generator, max_len: int = 64
+) -> StepInputs:
     """Every request owns pages for max_len tokens; page 0 belongs to nobody, as in the runtime."""
-    requests = max(c.request for c in chunks) + 1
     columns = -(-max_len // page_size)
-    order = torch.randperm(requests * columns, generator=generator) + 1
-    table = order.view(requests, columns)
+    order = torch.randperm(num_requests * columns, generator=generator) + 1
+    table = order.view(num_requests, columns)
     positions = [torch.arange(c.start, c.start + c.length) for c in chunks]
     slots = [table[c.request, p // page_size] * page_size + p % page_size for c, p in zip(chunks, positions, strict=True)]
     ends = torch.tensor([c.length for c in chunks]).cumsum(0)
@@ -84,7 +85,7 @@ def fresh_inputs(
     names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
     first = tokens // 3
     chunks = [Chunk(0, 2, first), Chunk(1, 0, tokens - first)]
-    step = step_inputs(chunks, page_size_of(graph_module), generator)
+    step = step_inputs(chunks, page_size_of(graph_module), 2, generator)
     sizes = Sizes(tokens)
     for name, example in zip(names, examples, strict=True):
         if name in step.tensors:

@@ -92,7 +92,7 @@ def _prove_paging(site: Site) -> Evidence:
         outputs: list[list[Tensor]] = [[] for _ in lengths]
         for is_last in (False, True):
             chunks = [Chunk(i, c if is_last else 0, n - c if is_last else c) for i, (n, c) in enumerate(zip(lengths, cuts, strict=True))]  # fmt: skip
-            step = step_inputs(chunks, page_size, torch.Generator().manual_seed(1))
+            step = step_inputs(chunks, page_size, len(lengths), torch.Generator().manual_seed(1))
             if not caches:
                 caches = _poisoned_caches(names, site.examples, step.num_pages, wide)
             inputs = _step_values(names, sequences, chunks, step.tensors, caches)

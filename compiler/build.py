@@ -1,0 +1,128 @@
+"""Lowered graph -> what an artifact holds: select, plan, emit, build, pack."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from octavo.codegen.build_cpp import program_source
+from octavo.codegen.build_triton import build_kernels
+from octavo.codegen.emit import emit
+from octavo.codegen.evidence import evidence_row
+from octavo.codegen.kernel import Kernel, KernelSpec
+from octavo.codegen.select import Selection, select
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.dims import dtype_name
+from octavo.compiler.errors import ToolchainError
+from octavo.compiler.host import build_shared_library, host_features
+from octavo.compiler.legality import op
+from octavo.compiler.program import Program
+from octavo.compiler.target import Target
+from octavo.compiler.weights import Weight
+from octavo.passes.plan_memory import plan_memory
+from octavo.passes.rewrite import held
+
+LOWERED_GRAPH = "graph/lowered.py"
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Built:
+    """Program, kernels and files of an artifact, and the evidence about them.
+
+    files     path inside the artifact -> bytes
+    kernels   one row of evidence for each distinct kernel
+    missing   why the host program was not built, when no compiler is there
+    """
+
+    program: Program
+    files: dict[str, bytes]
+    kernels: list[dict[str, Any]]
+    memory: dict[str, int]
+    selections: list[dict[str, Any]] = field(default_factory=list)
+    missing: str = ""
+
+
+def build(graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None) -> Built:
+    """Choose and build the kernels of a lowered graph. Raises CodegenError for an op or a limit that has no answer."""
+    selections = {n: select(n, target) for n in graph_module.graph.nodes if _is_kernel(n)}
+    memory = plan_memory(graph_module.graph)
+    specs = {node: selection.spec for node, selection in selections.items()}
+    program = emit(graph_module, specs, memory, page_size)
+    launches = list({launch.name: launch for spec in specs.values() for launch in spec.launches}.values())
+    built = Built(program, {}, [], asdict(memory), _choices(selections))
+    if target.family == "cpp":
+        _build_host(built, program, launches, progress)
+    else:
+        _add_kernels(built, build_kernels(launches, target, progress))
+    return built
+
+
+def _is_kernel(node: Node) -> bool:
+    return node.op == "call_function" and op(node).startswith("octavo::")
+
+
+def _choices(selections: Mapping[Node, Selection]) -> list[dict[str, Any]]:
+    """Each distinct choice once, with the nodes it serves counted and the rows that were not taken."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for selection in selections.values():
+        key = (selection.row, selection.spec.name)
+        row = rows.setdefault(key, {"row": key[0], "kernel": key[1], "nodes": 0, "skipped": list(selection.skipped)})
+        row["nodes"] += 1
+    return list(rows.values())
+
+
+def _build_host(built: Built, program: Program, launches: list[KernelSpec], progress: Progress | None) -> None:
+    source = program_source(program, launches)
+    built.files["kernels/program.cpp"] = source.encode()
+    built.kernels = [{"name": spec.name, "op": spec.op, "bytes": spec.bytes, "flops": spec.flops} for spec in launches]
+    features = host_features()
+    if progress is not None:
+        progress(f"C++ for {features}", 0, 1)
+    try:
+        library = build_shared_library(source, features)
+    except ToolchainError as error:
+        built.missing = str(error)
+        return
+    built.files["kernels/program.so"] = library.read_bytes()
+    built.files["kernels/features"] = features.encode()
+
+
+def _add_kernels(built: Built, kernels: list[Kernel]) -> None:
+    for kernel in kernels:
+        name = kernel.spec.name
+        assert kernel.binary is not None, f"{name} was not built"
+        built.files[f"kernels/{name}.py"] = kernel.source.encode()
+        built.files[f"kernels/{name}.cubin"] = kernel.binary
+        built.files[f"kernels/{name}.json"] = _json(kernel.metadata)
+        built.kernels.append(evidence_row(kernel))
+
+
+def pack(
+    path: Path, built: Built, graph_module: GraphModule, manifest: Mapping[str, Any], report: Mapping[str, Any],
+    texts: Mapping[str, str], extra_files: Mapping[str, bytes],
+) -> Path:  # fmt: skip
+    """Write the artifact. texts: the graph dumps by file name; the last one is the lowered graph."""
+    files = dict(built.files)
+    files.update({f"graph/{name}": text.encode() for name, text in texts.items()})
+    files["report.json"] = _json(report)
+    files.update(extra_files)
+    weights = {b.name: _weight(held(graph_module, b.name)) for b in built.program.of_kind("weight")}
+    return Artifact.write(path, manifest=manifest, program=built.program, weights=weights, files=files)
+
+
+def _weight(tensor: torch.Tensor) -> Weight:
+    """Raw little-endian bytes, produced when the tensor's turn comes."""
+    return Weight(
+        dtype_name(tensor),
+        tuple(tensor.shape),
+        lambda: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
+    )
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, default=str) + "\n").encode()

@@ -1,0 +1,44 @@
+"""Runs an artifact's lowered graph with the eager references: the fall-back where no C++ compiler is."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.fx import GraphModule
+
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.build import LOWERED_GRAPH
+from octavo.compiler.dump import load_graph
+from octavo.runtime.batch import Batch
+from octavo.runtime.model_runner import default_num_pages
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+
+
+class EagerRunner:
+    """A ModelRunner in plain torch: the same graph, the same pages, many times slower than the host program."""
+
+    def __init__(self, artifact: Artifact, num_pages: int | None = None) -> None:
+        self.page_size = artifact.program.page_size
+        self.num_pages = default_num_pages(artifact) if num_pages is None else num_pages
+        weights = {name: _tensor(weight.array, weight.dtype, weight.shape) for name, weight in artifact.weights.items()}
+        self.graph_module: GraphModule = load_graph(artifact.read(LOWERED_GRAPH).decode(), weights)
+        self.caches = {
+            b.name: torch.zeros([self.num_pages, *(int(d) for d in b.shape[1:])], dtype=TORCH[b.dtype])
+            for b in artifact.program.of_kind("cache")
+        }
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        inputs: dict[str, Any] = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+        for name in ("input_ids", "positions"):
+            inputs[name] = inputs[name][None]
+        names = [n.name for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        with torch.no_grad():
+            (logits,) = self.graph_module(*({**inputs, **self.caches}[name] for name in names))
+        result: NDArray[np.float32] = logits[0].float().numpy()
+        return result
+
+
+def _tensor(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).view(TORCH[dtype]).reshape(shape)

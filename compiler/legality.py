@@ -1,0 +1,79 @@
+"""What a graph may hold at each stage, and the checker that runs after every pass."""
+
+from typing import Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from octavo.compiler.errors import IllegalGraphError
+
+Stage = Literal["captured", "canonical", "fused", "paged", "lowered"]
+
+KERNELS = frozenset(
+    "octavo::" + name
+    for name in (
+        "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write", "paged_attention",
+        "act_mul", "gather_logits", "add",
+    )
+)  # fmt: skip
+VIEWS = frozenset(("aten::reshape", "getitem"))
+# Spellings that canonicalize removes, so that patterns need not know them.
+REMOVED = frozenset(
+    "aten::" + name
+    for name in (
+        "_assert_tensor_metadata", "alias", "detach", "contiguous", "clone", "dropout", "view", "_unsafe_view",
+        "unsqueeze", "squeeze", "transpose", "t", "linear", "embedding", "type_as",
+    )
+)  # fmt: skip
+ATTENTION = frozenset(("octavo::attention", "aten::softmax", "aten::_softmax", "aten::scaled_dot_product_attention"))
+
+# None: anything may remain. Otherwise the ops that must be gone, or the only ones that may stay.
+LEGAL: dict[Stage, frozenset[str] | None] = {
+    "captured": None, "canonical": None, "fused": None, "paged": None, "lowered": KERNELS | VIEWS,
+}  # fmt: skip
+ILLEGAL: dict[Stage, frozenset[str]] = {
+    "captured": frozenset(), "canonical": REMOVED, "fused": REMOVED | (ATTENTION - {"octavo::attention"}),
+    "paged": REMOVED | ATTENTION, "lowered": frozenset(),
+}  # fmt: skip
+
+
+def op(node: Node) -> str:
+    """`aten::mul`, `octavo::linear`, `getitem`."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "__name__", str(target))
+
+
+def check(graph_module: GraphModule, stage: Stage, after: str) -> None:
+    """Raise IllegalGraphError for the first node that `stage` does not allow, or that lacks its shape."""
+    legal, illegal = LEGAL[stage], ILLEGAL[stage]
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "get_attr", "call_function", "output"):
+            raise IllegalGraphError(f"{after}: {node.op} {node.name} is not a call of an op")
+        if node.op == "call_function":
+            _check_call(node, stage, after, legal, illegal)
+
+
+def _check_call(node: Node, stage: Stage, after: str, legal: frozenset[str] | None, illegal: frozenset[str]) -> None:
+    name = op(node)
+    if name in illegal or (legal is not None and name not in legal):
+        raise IllegalGraphError(
+            f"{after}: {name} is not legal in a {stage} graph (node {node.name}{_origin(node)}); "
+            + _advice(stage, name, legal)
+        )
+    if "val" not in node.meta:
+        raise IllegalGraphError(f"{after}: node {node.name} has no inferred shape")
+
+
+def _origin(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
+    path = list(stack.values())[-1][0] if stack else ""
+    return "".join(f", {part}" for part in (path, lines[-1] if lines else "") if part)
+
+
+def _advice(stage: Stage, name: str, legal: frozenset[str] | None) -> str:
+    if legal is None:
+        return "a pass before this stage should have replaced it"
+    return f"kernels exist for {', '.join(sorted(n.removeprefix('octavo::') for n in legal & KERNELS))}"

@@ -1,0 +1,202 @@
+"""The passes in order, with the reason beside each that has one, and the loop that runs, checks and proves them."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from octavo.compiler.capture import Captured
+from octavo.compiler.dump_files import DumpWriter
+from octavo.compiler.errors import OctavoError, PassError
+from octavo.compiler.legality import ATTENTION, Stage, check, op
+from octavo.compiler.options import CompileOptions
+from octavo.compiler.verify import Evidence, prove_report
+from octavo.passes.canonicalize import canonicalize
+from octavo.passes.eliminate_dead_code import eliminate_dead_code
+from octavo.passes.fold_constants import fold_constants
+from octavo.passes.fold_position_tables import fold_position_tables
+from octavo.passes.fuse_add_norm import fuse_add_norm
+from octavo.passes.fuse_attention import fuse_attention
+from octavo.passes.fuse_gated_mlp import fuse_gated_mlp
+from octavo.passes.fuse_rms_norm import fuse_rms_norm
+from octavo.passes.fuse_rope import fuse_rope
+from octavo.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from octavo.passes.insert_paged_kv import insert_paged_kv
+from octavo.passes.lower_elementwise import lower_elementwise
+from octavo.passes.merge_gate_up import merge_gate_up
+from octavo.passes.merge_qkv import merge_qkv
+from octavo.passes.rule import Pass, PassReport, run_pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What passes need to know beyond the graph: page_size and max_model_len in tokens."""
+
+    page_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of the pipeline, the stage that the graph reaches with it, and the settings it takes."""
+
+    run: Callable[..., PassReport]
+    stage: Stage
+    settings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return getattr(self.run, "__name__", "pass")
+
+    def bind(self, settings: Settings) -> Pass:
+        return functools.partial(self.run, **{name: getattr(settings, name) for name in self.settings})
+
+
+PIPELINE: tuple[Step, ...] = (
+    Step(canonicalize, "canonical"),  # assertions and copies are extra users that block every multi-node match
+    Step(fold_constants, "canonical"),
+    Step(eliminate_dead_code, "canonical"),
+    Step(fuse_rms_norm, "canonical"),
+    Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
+    Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
+    Step(fuse_gated_mlp, "fused"),
+    Step(fold_position_tables, "fused", ("max_model_len",)),  # needs the masks gone: they are made of positions too
+    Step(insert_paged_kv, "paged", ("page_size",)),
+    Step(merge_qkv, "paged"),
+    Step(merge_gate_up, "paged"),
+    Step(fuse_rope_kv_write, "paged"),  # after merge_qkv: reads the parts of the merged projection in place
+    Step(fuse_add_norm, "paged"),
+    Step(lower_elementwise, "paged"),  # after every fusion that wants a plain sum
+    Step(fold_constants, "paged"),  # the weights that the merges joined
+    Step(eliminate_dead_code, "lowered"),
+)
+
+
+@dataclass
+class Lowered:
+    """The graph of kernel ops and what every pass did."""
+
+    graph_module: GraphModule
+    reports: list[PassReport] = field(default_factory=list)
+    num_layers: int = 0
+    proof_s: float = 0.0
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def lower(
+    captured: Captured, options: CompileOptions, settings: Settings, pipeline: Sequence[Step] = PIPELINE,
+    progress: Progress | None = None, dumps: DumpWriter | None = None,
+) -> Lowered:  # fmt: skip
+    """Run the passes; after each, the graph is canonical again, checked against its stage, proven and dumped.
+
+    Raises PassError for a rewrite that is not proven or an attention that was missed, IllegalGraphError for what
+    no pass replaced. Both name the pass, the node and the user's source line.
+    """
+    graph_module = captured.graph_module
+    result = Lowered(graph_module)
+    expected = expected_attentions(captured)
+    proven: dict[str, Evidence] = {}
+    for index, step in enumerate(pipeline):
+        if progress is not None:
+            progress(step.name, index, len(pipeline))
+        try:
+            report = _run_step(step, graph_module, options, settings, proven, result)
+        except OctavoError as error:
+            if dumps is not None:
+                dumps.write_failure(index, step.name, graph_module, error)
+            raise
+        result.reports.append(report)
+        if dumps is not None:
+            dumps.write(index + 1, report, graph_module, step.stage)
+        if step.run is fuse_attention or step.name == "fuse_attention":
+            _require_attentions(graph_module, expected, report)
+    result.num_layers = len(expected)
+    return result
+
+
+def _run_step(
+    step: Step, graph_module: GraphModule, options: CompileOptions, settings: Settings,
+    proven: dict[str, Evidence], result: Lowered,
+) -> PassReport:  # fmt: skip
+    report = run_pass(step.bind(settings), graph_module)
+    reports = [report]
+    if report.changed and step.run is not canonicalize:
+        # What a pass leaves behind (reshapes of reshapes, transposes back and forth) is tidied before the next.
+        reports.append(run_pass(canonicalize, graph_module))
+        report.nodes_after, report.ms = reports[1].nodes_after, report.ms + reports[1].ms
+    check(graph_module, step.stage, after=report.name)
+    if options.verify != "off":
+        start = time.perf_counter()
+        before = ", ".join(r.name for r in result.reports)
+        for one in reports:
+            prove_report(one, proven, f" (after: {before})" if before else "")
+        result.proof_s += time.perf_counter() - start
+    return report
+
+
+def expected_attentions(captured: Captured) -> list[str]:
+    """Names of the nodes that are attention in the captured graph: what must be paged in the end."""
+    nodes = captured.graph_module.graph.nodes
+    found = [n.name for n in nodes if n.op == "call_function" and op(n) in ATTENTION]
+    layers = captured.model_info["num_layers"]
+    if not found:
+        raise PassError(
+            f"capture: {captured.model_info['name']} has no attention: no softmax over keys, no "
+            "scaled_dot_product_attention and no call of its library's attention interface; a paged cache serves "
+            "causal attention only"
+        )
+    if captured.route == "interface" and layers is not None and len(found) != layers:
+        raise PassError(
+            f"capture: the model's configuration says {layers} layers, its attention interface was called "
+            f"{len(found)} times ({', '.join(found[:4])}, ...); layers with other state cannot be paged"
+        )
+    return found
+
+
+def _require_attentions(graph_module: GraphModule, expected: list[str], report: PassReport) -> None:
+    """As many octavo.attention as the model has attentions, or an error that names those that were missed."""
+    found = [n for n in graph_module.graph.nodes if n.op == "call_function" and op(n) == "octavo::attention"]
+    if len(found) != len(expected):
+        reasons = [f"{r.where}: {r.reason}" for r in (*report.rejected, *report.near_misses)]
+        raise PassError(
+            f"{report.name}: expected {len(expected)} attentions, got {len(found)}; missed: "
+            + ("; ".join(reasons[:4]) or "no place came near the pattern")
+        )
+
+
+def settings_of(captured: Captured, options: CompileOptions, default_page_size: int) -> Settings:
+    """Sizes that the user gave, or the model's and the target's."""
+    longest = captured.model_info["max_model_len"]
+    wanted = options.max_model_len or longest or DEFAULT_MODEL_LEN
+    if longest is not None and wanted > longest:
+        raise PassError(f"max_model_len: the model's positions end at {longest}, got {wanted}; choose at most that")
+    return Settings(options.page_size or default_page_size, wanted)
+
+
+# Longest sequence of a model that does not say: hand-written modules without learned positions.
+DEFAULT_MODEL_LEN = 2048
+
+
+def summary(reports: Sequence[PassReport]) -> list[dict[str, Any]]:
+    """One row for each pass, as `report.json` and the tables of the command line hold them."""
+    return [
+        {
+            "pass": r.name, "matched": r.matched, "rejected": len(r.rejected), "near_misses": len(r.near_misses),
+            "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "ms": round(r.ms, 1),
+            "exactness": r.exactness, "proven_sites": r.proof.sites, "worst_error": r.proof.worst,
+            "error_bound": r.proof.bound, "notes": r.notes,
+            "reasons": [f"{x.where}: {x.reason}" for x in (*r.rejected, *r.near_misses)][:20],
+        }
+        for r in reports
+    ]  # fmt: skip
+
+
+def dump_directory(options: CompileOptions, environment: str | None) -> Path | None:
+    """Where dumps go: the option, or the environment variable OCTAVO_DUMP."""
+    return options.dump or (Path(environment) if environment else None)
