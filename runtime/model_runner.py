@@ -72,8 +72,8 @@ class NativeRunner:
         self._pointers = np.zeros(len(buffers) + 1, np.uintp)
         for name, array in self._memory.items():
             self._pointers[self._place[name]] = array.ctypes.data
-        self._logits = aligned_zeros(0)
-        self._workspace = aligned_zeros(0)
+        self._logits = aligned_zeros(ALIGNMENT)
+        self._workspace = aligned_zeros(ALIGNMENT)
 
     def _allocate(self, artifact: Artifact, buffers: list[Buffer]) -> dict[str, NDArray[Any]]:
         """Weights as they are mapped, and zeroed pages."""
@@ -188,7 +188,7 @@ def grown(memory: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def aligned_zeros(size: int) -> NDArray[np.uint8]:
-    """`size` zero bytes starting on a 64-byte boundary. Large ones take physical memory only once written."""
+    """`size` > 0 zero bytes starting on a 64-byte boundary. Physical memory is taken once written."""
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]

@@ -170,7 +170,7 @@ class Scheduler:
             request = chunk.request
             is_sampled = chunk.is_sampled
             if is_sampled:
-                # The token first: an interrupt between the two lines then only computes some tokens twice.
+                # The token first: `recover` can tell what is computed, but not what was sampled.
                 request.tokens.append(next(tokens))
             request.num_computed = chunk.start + chunk.length
             if reason := _end_reason(request):
@@ -205,7 +205,11 @@ class Scheduler:
         self.waiting = deque(r for r in unfinished if not r.pages)
         for request in unfinished:
             request.status = Status.RUNNING if request.pages else Status.WAITING
-            request.num_computed = request.num_computed if request.pages else 0
+            if not request.pages:
+                request.num_computed = 0
+            elif len(request.pages) * self.page_size < len(request.tokens):
+                # A token without a page is one that a commit appended: all before it were computed.
+                request.num_computed = len(request.tokens) - 1
         self.pool.rebuild([r.pages for r in unfinished])
 
     def check(self) -> None:

@@ -1,0 +1,50 @@
+import numpy as np
+
+from octavo.compiler.program import STEP_INPUTS
+from octavo.runtime.batch import build_batch
+from octavo.runtime.request import Request, SamplingParams
+from octavo.runtime.scheduler import Chunk
+
+
+def chunk(request_id: int, tokens: list[int], pages: list[int], start: int, length: int) -> Chunk:
+    request = Request(request_id, 1, tokens, SamplingParams(), 99, pages=pages, num_computed=start)
+    return Chunk(request, start, length)
+
+
+CHUNKS = [
+    chunk(7, [10, 11, 12, 13, 14, 15], [3, 9], 5, 1),  # a decode
+    chunk(8, [20, 21, 22, 23, 24, 25, 26, 27, 28, 29], [5, 2, 8], 2, 4),  # the middle of a prompt
+    chunk(9, [30, 31, 32], [4], 0, 3),  # a whole prompt
+]
+
+
+def test_layout() -> None:
+    batch = build_batch(CHUNKS, page_size=4)
+    assert batch.input_ids.tolist() == [15, 22, 23, 24, 25, 30, 31, 32]
+    assert batch.positions.tolist() == [5, 2, 3, 4, 5, 0, 1, 2]
+    assert batch.slot_mapping.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 16, 17, 18]
+    assert batch.page_table.tolist() == [[3, 9], [5, 2], [4, 0]], "used pages only, then the null page"
+    assert batch.seq_lens.tolist() == [6, 6, 3]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 8]
+    assert batch.logit_rows.tolist() == [0, 7], "the prompt in the middle wants no logits yet"
+    assert [request.request_id for request in batch.requests] == [7, 9]
+    assert batch.dims == {"T": 8, "R": 3, "L": 2, "P": 2}
+
+
+def test_inputs_have_the_dtypes_and_ranks_the_program_declares() -> None:
+    batch = build_batch(CHUNKS, page_size=4)
+    kinds = {"i64": np.int64, "i32": np.int32}
+    assert list(batch.inputs) == list(STEP_INPUTS)
+    for name, (dtype, shape) in STEP_INPUTS.items():
+        array = batch.inputs[name]
+        assert array.dtype == kinds[dtype] and array.ndim == len(shape) and array.flags.c_contiguous, name
+
+
+def test_a_step_of_incomplete_prompts_wants_no_logits() -> None:
+    batch = build_batch(CHUNKS[1:2], page_size=4)
+    assert batch.logit_rows.shape == (0,) and batch.logit_rows.dtype == np.int64 and batch.dims["L"] == 0
+
+
+def test_slots_do_not_wrap_at_32_bits() -> None:
+    batch = build_batch([chunk(0, [1], [2**28], 0, 1)], page_size=64)
+    assert batch.slot_mapping.tolist() == [2**34]

@@ -1,0 +1,228 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import chisquare, kstest
+
+from octavo.compiler.errors import ExecutionError
+from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampler import RandomKey, draw, probabilities, sample, uniform
+
+LOGITS = np.log(np.array([0.1, 0.3, 0.05, 0.3, 0.25], np.float32))
+HOT = SamplingParams(temperature=1.0)
+
+
+def sample_one(logits: NDArray[np.float32], params: SamplingParams, key: RandomKey, position: int) -> int:
+    [token] = sample(logits[None], [params], [key], [position])
+    assert isinstance(token, int)
+    return token
+
+
+def softmax(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float64]:
+    wide = np.exp(logits.astype(np.float64) / temperature)
+    result: NDArray[np.float64] = wide / wide.sum()
+    return result
+
+
+def test_greedy_takes_the_lowest_id_of_equal_maxima() -> None:
+    logits = np.array(
+        [[1, 3, 3, 0], [-np.inf, -np.inf, -5, -5], [0, 0, 0, 0], [-0.0, 0.0, -1, -1]], np.float32
+    )
+    assert sample(logits, [SamplingParams()] * 4, [RandomKey(0, 0)] * 4, [0] * 4) == [1, 2, 0, 0]
+
+
+def test_greedy_ignores_the_other_parameters() -> None:
+    params = SamplingParams(temperature=0, top_k=1, top_p=0.1, min_p=0.9, seed=3)
+    assert sample_one(LOGITS, params, RandomKey(3, 0), 5) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_temperature_divides_logits(temperature: float) -> None:
+    expected = softmax(LOGITS, temperature)
+    assert np.allclose(probabilities(LOGITS, SamplingParams(temperature=temperature)), expected, rtol=1e-12)
+
+
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
+    logits = np.array([1e30, -1e30, 2e30, -np.inf], np.float32)
+    assert probabilities(logits, SamplingParams(temperature=1e-300)).tolist() == [0, 0, 1, 0]
+
+
+def test_top_k_keeps_exactly_k_and_the_lowest_ids_of_a_tie() -> None:
+    kept = [
+        np.flatnonzero(probabilities(LOGITS, SamplingParams(temperature=1, top_k=k))).tolist()
+        for k in range(7)
+    ]
+    assert kept == [[0, 1, 2, 3, 4], [1], [1, 3], [1, 3, 4], [0, 1, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.01, [1]), (0.29, [1]), (0.31, [1, 3]), (0.7, [1, 3, 4]), (0.9, [0, 1, 3, 4]), (1.0, [0, 1, 2, 3, 4])],
+)
+def test_top_p_keeps_the_fewest_that_reach_p(top_p: float, kept: list[int]) -> None:
+    probs = probabilities(LOGITS, SamplingParams(temperature=1, top_p=top_p))
+    assert np.flatnonzero(probs).tolist() == kept
+    assert np.allclose(probs[kept], softmax(LOGITS)[kept] / softmax(LOGITS)[kept].sum(), rtol=1e-12)
+
+
+def test_top_p_counts_within_what_top_k_kept() -> None:
+    """After top-k 2 the two are 1/2 each, so p = 0.5 keeps one; before, it would have kept two."""
+    probs = probabilities(LOGITS, SamplingParams(temperature=1, top_k=2, top_p=0.45))
+    assert np.flatnonzero(probs).tolist() == [1]
+    assert np.flatnonzero(probabilities(LOGITS, SamplingParams(temperature=1, top_p=0.45))).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("min_p", "kept"), [(0.1, [0, 1, 2, 3, 4]), (0.2, [0, 1, 3, 4]), (0.5, [1, 3, 4]), (1.0, [1, 3])]
+)
+def test_min_p_compares_with_the_best(min_p: float, kept: list[int]) -> None:
+    probs = probabilities(LOGITS, SamplingParams(temperature=1, min_p=min_p))
+    assert np.flatnonzero(probs).tolist() == kept
+
+
+def test_temperature_comes_before_min_p_and_top_p() -> None:
+    """Flattened by temperature 4 every token is above half of the best; at temperature 1 two are not."""
+    flat = probabilities(LOGITS, SamplingParams(temperature=4, min_p=0.5))
+    assert np.count_nonzero(flat) == 5
+    assert np.count_nonzero(probabilities(LOGITS, SamplingParams(temperature=4, top_p=0.7))) == 4
+
+
+_rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
+
+
+@given(
+    _rows,
+    st.floats(0.05, 5),
+    st.integers(0, 45),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_any_parameters_give_a_distribution_that_keeps_the_best(
+    row: list[float], temperature: float, top_k: int, top_p: float, min_p: float, point: float
+) -> None:
+    logits = np.array(row, np.float32)
+    probs = probabilities(logits, SamplingParams(None, temperature, top_k, top_p, min_p))
+    assert np.isfinite(probs).all() and (probs >= 0).all() and abs(probs.sum() - 1) < 1e-9
+    assert probs[logits.argmax()] == probs.max()
+    assert not 0 < top_k < np.count_nonzero(probs)
+    assert probs[draw(probs, point)] > 0
+
+
+def test_draw_never_gives_a_token_without_share() -> None:
+    probs = np.array([0, 0.5, 0, 0.5, 0])
+    points = [0.0, np.nextafter(0.5, 0), 0.5, np.nextafter(1, 0), 1.0]
+    assert [draw(probs, point) for point in points] == [1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        HOT,
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=3),
+        SamplingParams(temperature=1, top_p=0.8),
+        SamplingParams(temperature=1, min_p=0.4),
+    ],
+)
+def test_tokens_follow_the_distribution(params: SamplingParams) -> None:
+    """Chi-square over positions of one stream and over streams at one position; fixed seeds, so no flakes."""
+    expected = probabilities(LOGITS, params)
+    for keys, positions in (
+        ([RandomKey(11, 0)] * 4000, range(4000)),
+        ([RandomKey(11, i) for i in range(4000)], [5] * 4000),
+        ([RandomKey(i, 0) for i in range(4000)], [5] * 4000),
+    ):
+        tokens = [draw(expected, uniform(key, at)) for key, at in zip(keys, positions, strict=True)]
+        counts = np.bincount(tokens, minlength=len(LOGITS))
+        kept = expected > 0
+        assert counts[~kept].sum() == 0
+        assert chisquare(counts[kept], expected[kept] * 4000).pvalue > 1e-3
+
+
+def test_the_test_above_would_see_a_wrong_distribution() -> None:
+    tokens = [draw(softmax(LOGITS, 1.15), uniform(RandomKey(11, 0), at)) for at in range(4000)]
+    assert chisquare(np.bincount(tokens, minlength=5), softmax(LOGITS) * 4000).pvalue < 1e-3
+
+
+def test_uniform_is_uniform_and_independent_of_its_neighbours() -> None:
+    points = np.array([uniform(RandomKey(5, 1), at) for at in range(4000)])
+    assert kstest(points, "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(points[:-1], points[1:])[0, 1]) < 0.05
+    other = np.array([uniform(RandomKey(5, 2), at) for at in range(4000)])
+    assert abs(np.corrcoef(points, other)[0, 1]) < 0.05
+
+
+def philox(counter: list[int], key: list[int]) -> int:
+    """The first output word of Philox-4x64-10, from the paper (Salmon et al. 2011)."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        (high0, low0), (high1, low1) = (
+            divmod(0xD2E7470EE14C6C93 * c[0], 2**64),
+            divmod(0xCA5A826395121157 * c[2], 2**64),
+        )
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B97F4A7C15) % 2**64, (k[1] + 0xBB67AE8584CAA73B) % 2**64]
+    return c[0]
+
+
+@pytest.mark.parametrize(("seed", "stream", "position"), [(0, 0, 0), (2**64 - 1, 7, 123456), (42, 0, 1)])
+def test_uniform_is_philox_so_seeds_mean_the_same_everywhere(seed: int, stream: int, position: int) -> None:
+    word = philox([1, position, 0, 0], [seed, stream])  # numpy counts up before its first block
+    assert uniform(RandomKey(seed, stream), position) == (word >> 11) * 2.0**-53
+
+
+def test_places_differ() -> None:
+    places = {(seed, stream, at) for seed in (0, 1, 2**63) for stream in (0, 1, 9) for at in (0, 1, 2, 500)}
+    assert len({uniform(RandomKey(seed, stream), at) for seed, stream, at in places}) == len(places)
+
+
+@given(st.permutations(range(5)), st.integers(0, 5))
+def test_a_row_does_not_depend_on_the_batch(order: list[int], count: int) -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((5, 30)).astype(np.float32)
+    params = [
+        SamplingParams(),
+        HOT,
+        SamplingParams(temperature=2, top_k=4),
+        SamplingParams(temperature=1, top_p=0.5),
+        HOT,
+    ]
+    keys = [RandomKey(1, i) for i in range(5)]
+    alone = [sample_one(logits[i], params[i], keys[i], 10 + i) for i in range(5)]
+    chosen = order[:count]
+    together = sample(
+        logits[chosen], [params[i] for i in chosen], [keys[i] for i in chosen], [10 + i for i in chosen]
+    )
+    assert together == [alone[i] for i in chosen]
+
+
+def test_logits_are_not_changed() -> None:
+    logits = LOGITS[None].copy()
+    sample(logits, [SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)], [RandomKey(0, 0)], [0])
+    assert (logits == LOGITS).all()
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), HOT])
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ([0, np.nan, 1], "1 NaN, 0 \\+inf, 0 -inf of 3"),
+        ([0, np.inf, np.inf], "0 NaN, 2 \\+inf, 0 -inf of 3"),
+        ([-np.inf] * 3, "0 NaN, 0 \\+inf, 3 -inf of 3"),
+    ],
+)
+def test_a_broken_row_is_an_error_of_its_own(params: SamplingParams, row: list[float], found: str) -> None:
+    logits = np.array([[0, 5, 1], row, [7, 5, 1]], np.float32)
+    first, broken, last = sample(
+        logits, [SamplingParams(), params, SamplingParams()], [RandomKey(0, 0)] * 3, [0, 6, 0]
+    )
+    assert (first, last) == (1, 0)
+    assert isinstance(broken, ExecutionError)
+    with pytest.raises(ExecutionError, match=f"logits: expected finite numbers, got {found} at position 6"):
+        raise broken
+
+
+def test_no_rows_no_tokens() -> None:
+    assert sample(np.zeros((0, 5), np.float32), [], [], []) == []
