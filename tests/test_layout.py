@@ -63,6 +63,7 @@ LAYERS: dict[str, int] = {
     "octavo": 8,
     "octavo.compiler.eager_runner": 8,
     "octavo.compiler.whole_model": 8,
+    "octavo.compiler.models": 8,
     "octavo.compiler.api": 8,
     "octavo.compiler.cli": 8,
 }
