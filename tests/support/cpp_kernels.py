@@ -39,7 +39,7 @@ class KernelLibrary:
         assert len(tensors) == len(pointers) and len(sizes) == len(spec.args) - len(pointers)
         addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         scalars = (ctypes.c_int64 * len(sizes))(*sizes)
-        return int(self.library[f"test_{spec.name}"](addresses, scalars, num_threads))
+        return int(getattr(self.library, f"test_{spec.name}")(addresses, scalars, num_threads))
 
 
 def _entry(spec: KernelSpec) -> str:
