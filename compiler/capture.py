@@ -123,7 +123,8 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     try:
         with torch.no_grad():
             program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
-            program = program.run_decompositions({})
+            if not _is_functional(program):
+                program = program.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
@@ -135,6 +136,23 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     graph_module = _with_named_weights(program)
     graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
     return graph_module
+
+
+# Ops that mean the same before and after functionalization, which costs twice as much as the export itself.
+FUNCTIONAL = frozenset(
+    (
+        "_assert_tensor_metadata", "_to_copy", "add", "attention", "cat", "cos", "cumsum", "diff", "div", "embedding",
+        "expand", "gelu", "getitem", "linear", "matmul", "mean", "mul", "ne", "neg", "permute", "pow", "relu",
+        "reshape", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu", "sin", "slice", "softmax", "sub",
+        "sym_size", "tanh", "to", "transpose", "unsqueeze", "view",
+    )
+)  # fmt: skip
+
+
+def _is_functional(program: torch.export.ExportedProgram) -> bool:
+    """Whether every call is one of FUNCTIONAL, none of which writes to its arguments."""
+    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    return all(getattr(target, "__name__", "").split(".")[0] in FUNCTIONAL for target in calls)
 
 
 def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProgram, name: str) -> int | None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-octavo = torch.ops.octavo
+octavo, aten = torch.ops.octavo, torch.ops.aten
+LINEARS = (octavo.linear.default, aten.linear.default)
+LARGE = 257  # rows of a vocabulary are all alike: this many prove as much as all
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def _value(
     if name in step.tensors:
         return step.tensors[name].clone()
     shape = sizes.concrete(example.shape)
+    if len(shape) == 2 and shape[0] > LARGE and _rows_are_free(graph_module, name):
+        shape[0] = LARGE
     if name == "position_ids":
         return torch.arange(shape[-1]).expand(shape).clone()
     if example.dtype.is_floating_point:
@@ -114,6 +118,19 @@ def _value(
     if example.dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     return torch.randint(0, _rows(graph_module, name), shape, generator=generator).to(example.dtype)
+
+
+def _rows_are_free(graph_module: GraphModule, name: str) -> bool:
+    """Whether no other size of the site depends on the rows of a weight: an embedding's, or those of a last product."""
+    last = (octavo.gather_logits.default, "output")
+    for node in graph_module.graph.nodes:
+        if not any(n.op == "placeholder" and n.name == name for n in node.all_input_nodes):
+            continue
+        is_table = node.target is octavo.embedding.default and node.args[1].name == name
+        is_weight = node.target in LINEARS and node.args[1].name == name and len(node.args) == 2
+        if not is_table and not (is_weight and all(u.target in last for u in node.users)):
+            return False
+    return True
 
 
 def random_floats(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -128,8 +145,8 @@ def random_floats(shape: list[int], dtype: torch.dtype, generator: torch.Generat
 
 def _rows(graph_module: GraphModule, name: str) -> int:
     """Ids must stay below the rows of the table that they index."""
-    limits = [8]
+    limits = [8]  # also where the table is named by an op of the framework
     for node in graph_module.graph.nodes:
         if node.target is octavo.embedding.default and getattr(node.args[0], "name", "") == name:
-            limits.append(int(node.args[1].meta["val"].shape[0]))
+            limits.append(min(int(node.args[1].meta["val"].shape[0]), LARGE))
     return min(limits)

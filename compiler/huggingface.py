@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+import octavo.compiler.ops  # noqa: F401  (registers octavo::attention)
 from octavo.compiler.errors import CaptureError
 
 INTERFACE = "octavo"

@@ -22,7 +22,7 @@ REMOVED = frozenset(
     "aten::" + name
     for name in (
         "_assert_tensor_metadata", "alias", "detach", "contiguous", "clone", "dropout", "view", "_unsafe_view",
-        "unsqueeze", "squeeze", "transpose", "t", "linear", "embedding", "type_as",
+        "unsqueeze", "squeeze", "transpose", "t", "linear", "embedding", "type_as", "to",
     )
 )  # fmt: skip
 ATTENTION = frozenset(("octavo::attention", "aten::softmax", "aten::_softmax", "aten::scaled_dot_product_attention"))

@@ -164,10 +164,13 @@ class _Wide(Interpreter):
     """Runs a graph in fp64: conversions to a narrower dtype are left out."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtype = kwargs.get("dtype")
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-            kwargs = {**kwargs, "dtype": torch.float64}
+        args = tuple(_wide_dtype(a) for a in args)
+        kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
         return super().call_function(target, args, kwargs)
+
+
+def _wide_dtype(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 def _wide(value: Any) -> Any:

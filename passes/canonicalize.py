@@ -27,6 +27,7 @@ COPIES = (
     aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
     aten.lift_fresh_copy.default, aten.dropout.default,
 )  # fmt: skip
+CONVERSIONS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 RESHAPES = (
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
@@ -59,7 +60,7 @@ def _remove_assertions(graph_module: GraphModule) -> None:
 
 def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None:
     """Apply the first simplification that fits `node`."""
-    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices, _product, _type_as):
+    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices, _product, _conversion):
         build = simplify(node)
         if build is not None:
             inputs = build.inputs or node.all_input_nodes
@@ -88,7 +89,7 @@ def _identity(node: Node) -> Build | None:
     if not isinstance(source, Node) or not is_tensor(source):
         return None
     same = shape(source) == shape(node) and source.meta["val"].dtype == node.meta["val"].dtype
-    if same and (node.target in COPIES or node.target is aten._to_copy.default or _is_neutral(node)):
+    if same and (node.target in COPIES or node.target in CONVERSIONS or _is_neutral(node)):
         return Build(lambda _: source)
     return None
 
@@ -211,14 +212,13 @@ def _product(node: Node) -> Build | None:
     return Build(make)
 
 
-def _type_as(node: Node) -> Build | None:
-    if node.target is not aten.type_as.default:
+def _conversion(node: Node) -> Build | None:
+    """Every way to change a dtype is `_to_copy` with the dtype and nothing else."""
+    dtype = node.meta["val"].dtype
+    if node.target not in CONVERSIONS or (node.target is aten._to_copy.default and node.kwargs == {"dtype": dtype}):
         return None
     source = node.args[0]
     assert isinstance(source, Node)
-    dtype = node.meta["val"].dtype
-    if source.meta["val"].dtype == dtype:
-        return Build(lambda _: source)
     return Build(lambda b: b.call(aten._to_copy.default, source, dtype=dtype))
 
 

@@ -1,7 +1,6 @@
 """The one way in which a graph changes: a set of nodes is replaced, and both forms are kept for the proof."""
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +65,7 @@ def set_meta(node: Node, mode: FakeTensorMode, origin: Node | None = None) -> No
 
 
 def fake_mode(graph_module: GraphModule) -> FakeTensorMode:
-    mode = detect_fake_mode([n.meta["val"] for n in graph_module.graph.nodes if "val" in n.meta])
+    mode = detect_fake_mode(next(n.meta["val"] for n in graph_module.graph.nodes if n.op == "placeholder"))
     assert mode is not None, "the graph has no fake tensors in meta['val']"
     return mode
 
@@ -148,13 +147,16 @@ def make_site(
     leaves = list(inputs)
     for ends in (outputs, results):
         leaves += [leaf for leaf in collect(ends, leaves)[0] if leaf not in leaves]
-    before, after = extract(outputs, leaves), extract(results, leaves)
     examples = tuple(leaf.meta["val"] for leaf in leaves)
     fixed = [leaf for leaf in leaves if leaf.op == "get_attr" and leaf not in inputs]
     constants = {leaf.name: held(graph_module, str(leaf.target)) for leaf in fixed}
-    parts = [structure(before), structure(after), signature(examples), *map(content, constants.values())]
-    key = hashlib.sha256("\n=>\n".join(parts).encode()).hexdigest()
-    return Site(outputs[0].name, where(outputs[0]), before, after, examples, constants, key[:16])
+    parts = [structure(outputs, leaves), structure(results, leaves), signature(examples), *map(content, constants.values())]
+    key = hashlib.sha256("\n=>\n".join(parts).encode()).hexdigest()[:16]
+    # Sites of equal structure share their forms: of 61 equal layers one is ever extracted.
+    known = graph_module.meta.setdefault("sites", {})
+    if key not in known:
+        known[key] = (extract(outputs, leaves), extract(results, leaves), examples, constants)
+    return Site(outputs[0].name, where(outputs[0]), *known[key], key)
 
 
 def content(tensor: torch.Tensor) -> str:
@@ -199,15 +201,18 @@ def extract(ends: Sequence[Node], leaves: Sequence[Node]) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def structure(graph_module: GraphModule) -> str:
-    """Text of a graph in which names do not matter: equal for graphs of equal structure."""
+def structure(ends: Sequence[Node], leaves: Sequence[Node]) -> str:
+    """Text of the sub-graph from `leaves` to `ends` in which names do not matter."""
     index: dict[Node, int] = {}
     lines = []
-    for i, node in enumerate(graph_module.graph.nodes):
-        index[node] = i
-        role = node.name if node.op == "placeholder" and node.name in STEP_NAMES else ""
+    for leaf in leaves:
+        index[leaf] = len(index)
+        lines.append(leaf.name if leaf.op == "placeholder" and leaf.name in STEP_NAMES else "input")
+    for node in collect(ends, leaves)[1]:
         args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-        lines.append(json.dumps([node.op, role, str(node.target) if node.op == "call_function" else "", str(args)]))
+        index[node] = len(index)
+        lines.append(f"{node.target} {args}")
+    lines.append(str([index[end] for end in ends]))
     return "\n".join(lines)
 
 
