@@ -89,7 +89,7 @@ class _Emitter:
             self._add_results(node)
         self._add_scratch(node, spec)
         for launch in spec.launches:
-            args = tuple(self._bind(node, arg) for arg in launch.args)
+            args = tuple(self._bind(node, launch, arg) for arg in launch.args)
             self.steps.append(Step(launch.name, args, launch.grid, launch.when))
 
     def _add_results(self, node: fx.Node) -> None:
@@ -122,10 +122,19 @@ class _Emitter:
         if spec.scratch:
             self.scratch[end.removeprefix(f"{self.planned} + ")] = None
 
-    def _bind(self, node: fx.Node, arg: Arg) -> str | int | float:
+    def _bind(self, node: fx.Node, launch: KernelSpec, arg: Arg) -> str | int | float:
         """The buffer or the expression that an argument of a launch stands for; the rules are Row's."""
         if arg.kind == "scalar":
             return arg.value
+        name = self._buffer(node, arg)
+        if self.buffers[name].dtype != arg.dtype:
+            raise CodegenError(
+                f"emit: {launch.name} reads or writes {arg.name} as {arg.dtype}, but {name} is "
+                f"{self.buffers[name].dtype} ({where(node)})"
+            )
+        return name
+
+    def _buffer(self, node: fx.Node, arg: Arg) -> str:
         name = arg.name.removesuffix("_ptr").removesuffix("_desc")
         given = arguments(node)
         if name in given and isinstance(given[name], fx.Node):

@@ -16,10 +16,11 @@ from octavo.compiler.dims import ITEM_BYTES, as_expression, dim_names, dtype_nam
 from octavo.compiler.errors import IllegalGraphError
 
 ALIGNMENT = 64
-# Arguments that a result may overwrite: the op reads element i of them before it writes element i of the result.
+# result: arguments that it may overwrite, best first; kernels read element i of them before they write it.
 IN_PLACE = {
     torch.ops.octavo.add.default: {0: (0, 1)},
-    torch.ops.octavo.add_rms_norm.default: {1: (0, 1)},
+    # The residual first: it then stays in one place through all layers, and fragments nothing.
+    torch.ops.octavo.add_rms_norm.default: {1: (1, 0)},
 }
 
 

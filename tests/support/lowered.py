@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-from octavo.compiler import ops  # noqa: F401  (registers the dialect)
-from octavo.compiler.program import STEP_INPUTS
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from octavo.compiler import ops  # noqa: F401  (registers the dialect)
+from octavo.compiler.program import STEP_INPUTS
 
 # What symbolic sizes were seen as first; all different, so that each gets a symbol of its own.
 HINTS = {"T": 11, "R": 5, "L": 3, "P": 7, "num_pages": 23, "R + 1": 6}
