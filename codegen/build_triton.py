@@ -202,7 +202,7 @@ class _Worker:
         self.errors = tempfile.TemporaryFile("w+", errors="replace")
 
     def compile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer. Raises CodegenError, without the kernel's name, if it fails, aborts or is late."""
+        """The worker's answer. Raises CodegenError, not naming the kernel, if it fails, aborts or is late."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         is_late = threading.Event()

@@ -3,7 +3,7 @@
 from octavo.codegen.gates import base_opcodes
 from octavo.codegen.kernel import Kernel
 
-# Tensor core, its memory, TMA, asynchronous copies, then what may hold a kernel back. Order of the table's text.
+# In the order in which a table shows them: tensor core, its memory, TMA, copies, then what may be slow.
 KEY_OPCODES = (
     "UTCHMMA", "UTCQMMA", "UTCOMMA", "HGMMA", "HMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "LDGSTS",
     "LDG", "STG", "LDS", "STS", "MUFU", "SHFL", "LDL", "STL",

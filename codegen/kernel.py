@@ -15,7 +15,7 @@ class Arg:
     kind   "pointer" (dtype is the element's), "scalar" (dtype is the value's), or "descriptor": a tensor map for
            TMA over a row-major tensor of `shape`, moved in tiles of `block`
     dtype  "fp32", "bf16", "i32", "i64"
-    value  scalar only: a number or an expression in the step's dims; empty means that the name says it
+    value  scalar only: a number or an expression in the step's dims
     shape  descriptor only: ints or expressions in the step's dims
     """
 

@@ -49,7 +49,7 @@ class Product:
 def tma_refusal(product: Product, target: Target) -> str | None:
     """Why the TMA kernels cannot serve the product."""
     if target.arch is None or target.arch < 90:
-        return f"TMA needs sm_90 or newer, {target.name} is {target.arch}"
+        return f"TMA needs sm_90 or newer, {target.name} is sm_{target.arch}"
     if product.dtype != "bf16":
         return f"dtype must be bf16, got {product.dtype}"
     row_bytes = {"k": product.k * 2, "n": product.n * ITEM_BYTES[product.out_dtype]}
@@ -78,11 +78,11 @@ def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
         tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
         *product.bias_args,
         pointer("out", product.out_dtype),
-        number("num_rows"),
+        number("num_rows", product.rows),
     )
     spec = replace(
         product.kernel("linear_few_rows", numbers, args),
-        grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", "1"),
+        grid=(str(ceil_div(product.n, block_n)), "1", "1"),
         num_warps=4,
         num_stages=6,
     )
@@ -102,7 +102,7 @@ def many_rows_spec(product: Product, target: Target) -> KernelSpec:
         tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
         *product.bias_args,
         tiles("out", product.out_dtype, (product.rows, product.n), (block_m, block_n // 2)),
-        number("num_rows"),
+        number("num_rows", product.rows),
     )
     base = product.kernel("linear", numbers, args)
     spec = replace(base, grid=(str(programs), "1", "1"), num_warps=4 if is_specialised else 8, num_stages=4)
@@ -128,7 +128,7 @@ def pointer_spec(product: Product, block_m: int, block_n: int, block_k: int) -> 
         pointer("weight", product.dtype),
         *product.bias_args,
         pointer("out", product.out_dtype),
-        number("num_rows"),
+        number("num_rows", product.rows),
     )
     spec = replace(
         product.kernel("linear_pointer", numbers, args),

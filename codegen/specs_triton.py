@@ -14,7 +14,7 @@ def pointer(name: str, dtype: str) -> Arg:
     return Arg(name, "pointer", dtype)
 
 
-def number(name: str, value: Dim = "") -> Arg:
+def number(name: str, value: Dim) -> Arg:
     """A size of the step, of which nothing is known when the kernel is compiled."""
     return Arg(name, "scalar", "i32", is_divisible_by_16=False, value=value)
 

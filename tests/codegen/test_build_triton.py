@@ -1,4 +1,4 @@
-"""Ahead-of-time builds for b200 on a machine without a GPU, and what happens to kernels that must not ship."""
+"""Ahead-of-time builds for b200 without a GPU, and what happens to kernels that must not ship."""
 
 import hashlib
 from dataclasses import replace
@@ -12,6 +12,7 @@ from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.evidence import evidence_row
 from octavo.codegen.kernel import Kernel, KernelSpec, Param
 from octavo.codegen.linear_triton import Product, linear_tma_spec, many_rows_spec, with_param
+from octavo.codegen.render import render
 from octavo.codegen.specs_triton import Heads, add_spec, rms_norm_spec
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.target import load_target
@@ -125,15 +126,14 @@ def test_a_text_that_does_not_compile_names_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import os, sys\nprint('Assertion `x` failed', file=sys.stderr)\nos.abort()", "ended with code -6: .*Assertion `x` failed"),
+        ("import os\nos.write(2, b'Assertion x failed\\n')\nos.abort()", "with code -6: Assertion x failed"),
         ("import time\ntime.sleep(60)", "did not compile within 3 s"),
     ],
-)  # fmt: skip
+)
 def test_a_compiler_that_aborts_or_hangs_costs_one_kernel(
     monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     bad, good = numbers(add_spec("T", 48, "bf16"), BLOCK=512), add_spec("T", 576, "bf16")
-    render = build_triton.render
     monkeypatch.setattr(build_triton, "render", lambda spec: source if spec == bad else render(spec))
     with pytest.raises(CodegenError, match=message):
         build_kernels([bad, good], B200, timeout_s=3.0)

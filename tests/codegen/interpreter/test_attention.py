@@ -16,7 +16,7 @@ from octavo.compiler.ops.paging import paged_attention
 from octavo.compiler.target import load_target
 
 Launch = Callable[[KernelSpec, dict[str, torch.Tensor], dict[str, int]], list[str]]
-Check = Callable[[torch.Tensor, torch.Tensor], None]
+Check = Callable[..., None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TARGET = load_target("b200")
 DECODE = ["triton/paged_attention_decode.py.jinja", "triton/paged_attention_combine.py.jinja"]
@@ -92,36 +92,37 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decode(launch: Launch, assert_rounds_to: Check, variant: str) -> None:
-    lengths = [(1, context) for context in (1, 63, 64, 65, 200)]
+    lengths = [(1, context) for context in (1, 63, 64, 65, 150)]
     ran, out, expected = run(launch, VARIANTS[variant], lengths)
     assert ran == DECODE
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)
 
 
 def test_decode_of_one_request_in_many_parts(launch: Launch, assert_rounds_to: Check) -> None:
     ran, out, expected = run(launch, with_heads(PLAIN, 2, 1, 64, 64, 16), [(1, 700)])
     assert ran == DECODE
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill(launch: Launch, assert_rounds_to: Check, variant: str) -> None:
-    """A fresh prompt, a chunk that ends at a page's end, a decode in the same step, and a chunk deep in a context."""
+    """A fresh prompt, a chunk that ends with its page, a decode among them, a chunk deep in a context."""
     ran, out, expected = run(launch, VARIANTS[variant], [(17, 17), (30, 64), (1, 65), (3, 130)])
     assert ran == PREFILL
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)
 
 
-@pytest.mark.parametrize("new", [63, 64, 65, 130])
-def test_prefill_of_several_tiles(launch: Launch, assert_rounds_to: Check, new: int) -> None:
-    ran, out, expected = run(
-        launch, with_heads(PLAIN, 3, 1, 64, 64, 64), [(2, 2), (new, new + 5), (new, new)]
-    )
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("new", [42, 64, 130])
+def test_prefill_of_several_tiles(launch: Launch, assert_rounds_to: Check, new: int, window: int) -> None:
+    """With the window, a tile starts with keys that only its first rows see."""
+    lengths = [(2, 2), (new, new + 5), (new, new)]
+    ran, out, expected = run(launch, replace(SMALL, window=window), lengths)
     assert ran == PREFILL
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)
 
 
 def test_prefill_of_one_request(launch: Launch, assert_rounds_to: Check) -> None:
     ran, out, expected = run(launch, PLAIN, [(5, 70)])
     assert ran == PREFILL
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)

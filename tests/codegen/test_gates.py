@@ -1,0 +1,68 @@
+"""Each limit by itself, on records made by hand; test_build_triton.py breaks them with real kernels."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from octavo.codegen.gates import base_opcodes, required_opcodes, violations
+from octavo.codegen.kernel import KernelSpec
+from octavo.compiler.target import load_target
+
+B200 = load_target("b200")
+LINEAR = KernelSpec("linear", "triton/linear.py.jinja", (("dtype", "bf16"),), ())
+GOOD: dict[str, Any] = {
+    "launch": {"num_warps": 8, "tmem_columns": 512, "shared_bytes": 232448, "global_scratch": [0, 1]},
+    "evidence": {
+        "spill_bytes": 0,
+        "registers": 255,
+        "census": {"UTCHMMA": 4, "UTMALDG.2D": 2, "UTMASTG.2D": 2, "LDC.64": 9},
+    },
+}
+
+
+def broken(part: str, **values: Any) -> list[str]:
+    record = deepcopy(GOOD)
+    record[part].update(values)
+    return violations(LINEAR, B200, record)
+
+
+def test_a_kernel_at_its_limits_may_ship() -> None:
+    assert violations(LINEAR, B200, GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("evidence", {"spill_bytes": 4}, "spilled bytes: at most 0, got 4"),
+        ("launch", {"tmem_columns": 576}, "tensor-memory columns: at most 512, got 576"),
+        ("launch", {"shared_bytes": 232449}, "shared-memory bytes: at most 232448, got 232449"),
+        ("launch", {"num_warps": 16}, "registers of one program: at most 65536, got 130560"),
+        ("launch", {"global_scratch": [256, 128]}, "global scratch bytes: at most 0, got 256"),
+        (
+            "evidence",
+            {"census": {"UTCHMMA": 1, "UTMALDG": 1, "UTMASTG": 1, "LDL.64": 2, "STL": 1}},
+            "local loads and stores: at most 0, got 3",
+        ),
+    ],
+)
+def test_each_limit_has_a_message_with_its_numbers(part: str, values: dict[str, Any], message: str) -> None:
+    assert broken(part, **values) == [message]
+
+
+def test_a_body_that_is_a_trap_is_seen() -> None:
+    found = broken("evidence", census={"BPT.TRAP": 1, "EXIT": 1})
+    assert found[0] == "body: expected stores, got none in 2 instructions (a trap)"
+
+
+def test_required_opcodes_depend_on_dtype_and_target() -> None:
+    assert broken("evidence", census={"HMMA.16816.F32.BF16": 8, "STG.E": 1, "UTMALDG": 1, "UTMASTG": 1}) == [
+        "instructions: expected UTCHMMA, got HMMA, STG, UTMALDG, UTMASTG"
+    ]
+    fp32 = KernelSpec("linear", "triton/linear.py.jinja", (("dtype", "fp32"),), ())
+    assert required_opcodes(fp32, B200) == ()
+    assert required_opcodes(LINEAR, load_target("cpu")) == ()
+
+
+def test_modifiers_do_not_split_counts() -> None:
+    assert base_opcodes({"LDG.E.128": 2, "LDG.E": 3, "STG.E": 1}) == {"LDG": 5, "STG": 1}
