@@ -189,6 +189,7 @@ class Engine:
             while pending:
                 while not mailbox:
                     self.step()
+                    assert mailbox or self.has_unfinished, "a request ended without telling its reader"
                 token = mailbox.popleft()
                 if token.error:
                     raise ExecutionError(f"prompt {token.index}: {token.error}")

@@ -14,21 +14,21 @@ def chunk(request_id: int, tokens: list[int], pages: list[int], start: int, leng
 CHUNKS = [
     chunk(7, [10, 11, 12, 13, 14, 15], [3, 9], 5, 1),  # a decode
     chunk(8, [20, 21, 22, 23, 24, 25, 26, 27, 28, 29], [5, 2, 8], 2, 4),  # the middle of a prompt
-    chunk(9, [30, 31, 32], [4], 0, 3),  # a whole prompt
+    chunk(9, [30, 31, 32, 33], [4], 0, 4),  # a whole prompt that fills its page
 ]
 
 
 def test_layout() -> None:
     batch = build_batch(CHUNKS, page_size=4)
-    assert batch.input_ids.tolist() == [15, 22, 23, 24, 25, 30, 31, 32]
-    assert batch.positions.tolist() == [5, 2, 3, 4, 5, 0, 1, 2]
-    assert batch.slot_mapping.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 16, 17, 18]
+    assert batch.input_ids.tolist() == [15, 22, 23, 24, 25, 30, 31, 32, 33]
+    assert batch.positions.tolist() == [5, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert batch.slot_mapping.tolist() == [9 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 16, 17, 18, 19]
     assert batch.page_table.tolist() == [[3, 9], [5, 2], [4, 0]], "used pages only, then the null page"
-    assert batch.seq_lens.tolist() == [6, 6, 3]
-    assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 8]
-    assert batch.logit_rows.tolist() == [0, 7], "the prompt in the middle wants no logits yet"
+    assert batch.seq_lens.tolist() == [6, 6, 4]
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 9]
+    assert batch.logit_rows.tolist() == [0, 8], "the prompt in the middle wants no logits yet"
     assert [request.request_id for request in batch.requests] == [7, 9]
-    assert batch.dims == {"T": 8, "R": 3, "L": 2, "P": 2}
+    assert batch.dims == {"T": 9, "R": 3, "L": 2, "P": 2}
 
 
 def test_inputs_have_the_dtypes_and_ranks_the_program_declares() -> None:

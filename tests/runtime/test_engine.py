@@ -107,6 +107,14 @@ def test_an_end_token_in_the_prompt_or_as_the_last_allowed_token(make_engine: Ma
     assert list(answer.token_ids) == tokens and answer.finish_reason == "stop"
 
 
+def test_an_end_token_at_the_end_of_a_prompt_in_pieces(make_engine: Make, greedy: Greedy) -> None:
+    prompt = [*PROMPTS[2], 49]
+    [answer] = make_engine(eos_token_ids=(49,), max_batch_tokens=4).generate(
+        prompt, SamplingParams(max_tokens=3)
+    )
+    assert list(answer.token_ids) == greedy(prompt, 3, stop=[49])
+
+
 def test_an_open_answer_ends_with_the_model_or_the_pool(make_engine: Make) -> None:
     [answer] = make_engine(max_model_len=20).generate([[1, 2, 3]])
     assert len(answer.token_ids) == 17 and answer.finish_reason == "length"

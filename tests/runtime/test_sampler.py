@@ -116,6 +116,10 @@ def test_draw_never_gives_a_token_without_share() -> None:
     assert [draw(probs, point) for point in points] == [1, 1, 3, 3, 3]
 
 
+def test_draw_takes_weights_that_do_not_sum_to_one() -> None:
+    assert [draw(np.array([1.0, 3.0]), point) for point in (0.0, 0.24, 0.26, 0.99)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize(
     "params",
     [
