@@ -23,7 +23,7 @@ class Arg:
     kind: str
     dtype: str
     is_divisible_by_16: bool = True
-    value: int | str = ""
+    value: Param = ""
     shape: tuple[int | str, ...] = ()
     block: tuple[int, ...] = ()
 

@@ -84,6 +84,7 @@ def _run(spec: KernelSpec, tensors: Mapping[str, Tensor], dims: Mapping[str, int
 
 def _value(arg: Arg, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> Any:
     if arg.kind == "scalar":
+        assert isinstance(arg.value, int | str)
         return evaluate(arg.value, dims)
     assert tensors[arg.name].is_contiguous()
     if arg.kind == "pointer":
