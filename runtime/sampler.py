@@ -16,6 +16,9 @@ from octavo.runtime.request import SamplingParams
 # Word 2 of the counter keeps streams apart; others will follow (drafts, acceptance).
 SAMPLE_STREAM = 0
 
+# top-p looks among this many best tokens first, and among more only if they do not reach p.
+_FIRST_NUCLEUS = 512
+
 
 @dataclass(frozen=True)
 class RandomKey:
@@ -51,29 +54,46 @@ def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArra
         scaled = (wide - wide.max()) / params.temperature
     probs: NDArray[np.float64] = np.exp(scaled)
     if 0 < params.top_k < len(probs):
-        probs[_rank(logits)[params.top_k :]] = 0
+        probs = _only(probs, best(logits, params.top_k))
     probs /= probs.sum()
     if params.top_p < 1:
-        order = _rank(logits)
-        before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
-        probs[order[before >= params.top_p]] = 0
+        probs = _only(probs, _nucleus(logits, probs, params.top_p))
     if params.min_p > 0:
         probs[probs < params.min_p * probs.max()] = 0
     probs /= probs.sum()
     return probs
 
 
-def _rank(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Token ids by logit, highest first, then by id."""
-    return np.argsort(-logits, kind="stable")
+def best(logits: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The `count` highest of a row (vocab,), highest first, then by id; only these are sorted."""
+    least = np.partition(logits, len(logits) - count)[len(logits) - count]
+    above = np.flatnonzero(logits > least)
+    ids = np.concatenate([above, np.flatnonzero(logits == least)[: count - len(above)]])
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _nucleus(logits: NDArray[np.float32], probs: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    count = min(_FIRST_NUCLEUS, len(logits))
+    while True:
+        ids = best(logits, count)
+        sums = np.cumsum(probs[ids])
+        if sums[-1] >= top_p or count == len(logits):
+            return ids[: np.searchsorted(sums, top_p) + 1]
+        count = min(count * 8, len(logits))
+
+
+def _only(probs: NDArray[np.float64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    kept = np.zeros_like(probs)
+    kept[ids] = probs[ids]
+    return kept
 
 
 def draw(probs: NDArray[np.float64], point: float) -> int:
     """The token whose share of [0, 1), laid out by id, holds the point; never one of probability 0."""
     edges = np.cumsum(probs)
     token = int(np.searchsorted(edges, point * edges[-1], side="right"))
-    # point * total can round up to the total: the last token that has a share is meant then.
-    return min(token, int(np.flatnonzero(probs)[-1]))
+    # point * total can round up to the total, past every edge: the last token that has a share is meant then.
+    return token if token < len(probs) else int(np.flatnonzero(probs)[-1])
 
 
 def sample(
@@ -89,14 +109,14 @@ def sample(
     """
     if len(logits) == 0:
         return []
-    best = logits.argmax(axis=-1)  # the first maximum; the first NaN where there is one
+    highest = logits.argmax(axis=-1)  # the first maximum; the first NaN where there is one
     results: list[int | ExecutionError] = []
     for row, (own, key, position) in enumerate(zip(params, keys, positions, strict=True)):
-        top = logits[row, best[row]]
+        top = logits[row, highest[row]]
         if not np.isfinite(top):
             results.append(ExecutionError(_not_finite(logits[row], position)))
         elif own.is_greedy:
-            results.append(int(best[row]))
+            results.append(int(highest[row]))
         else:
             results.append(draw(probabilities(logits[row], own), uniform(key, position)))
     return results

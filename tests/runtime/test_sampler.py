@@ -7,7 +7,7 @@ from scipy.stats import chisquare, kstest
 
 from octavo.compiler.errors import ExecutionError
 from octavo.runtime.request import SamplingParams
-from octavo.runtime.sampler import RandomKey, draw, probabilities, sample, uniform
+from octavo.runtime.sampler import RandomKey, best, draw, probabilities, sample, uniform
 
 LOGITS = np.log(np.array([0.1, 0.3, 0.05, 0.3, 0.25], np.float32))
 HOT = SamplingParams(temperature=1.0)
@@ -108,6 +108,23 @@ def test_any_parameters_give_a_distribution_that_keeps_the_best(
     assert probs[logits.argmax()] == probs.max()
     assert not 0 < top_k < np.count_nonzero(probs)
     assert probs[draw(probs, point)] > 0
+
+
+@given(st.lists(st.sampled_from([-1.5, 0.0, -0.0, 2.0, 3.0, -np.inf]), min_size=1, max_size=30), st.data())
+def test_best_ranks_by_logit_then_id(row: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(row)))
+    expected = sorted(range(len(row)), key=lambda token: (-row[token], token))[:count]
+    assert best(np.array(row, np.float32), count).tolist() == expected
+
+
+def test_top_p_looks_as_far_as_it_must() -> None:
+    logits = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+    exact = softmax(logits)
+    ranked = np.argsort(-logits, kind="stable")
+    for top_p in (0.01, 0.5, 0.9, 0.999):
+        probs = probabilities(logits, SamplingParams(temperature=1, top_p=top_p))
+        count = int(np.searchsorted(np.cumsum(exact[ranked]), top_p)) + 1
+        assert sorted(np.flatnonzero(probs)) == sorted(ranked[:count])
 
 
 def test_draw_never_gives_a_token_without_share() -> None:
