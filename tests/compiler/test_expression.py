@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.compiler.errors import ArtifactError
@@ -127,6 +127,7 @@ _tree = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(_tree)
 def test_agrees_with_python(expression: str) -> None:
     try:
@@ -139,6 +140,7 @@ def test_agrees_with_python(expression: str) -> None:
         assert evaluate(expression, DIMS) == expected
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_any_text_gives_a_number_or_an_artifact_error(text: str) -> None:
     try:

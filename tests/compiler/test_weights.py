@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as official_load
 from safetensors.numpy import save as official_save
@@ -47,6 +47,7 @@ _arrays = st.dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(_arrays)
 def test_round_trip_and_official_reader_agree(spec: dict[str, tuple[str, list[int]]]) -> None:
     rng = np.random.default_rng(0)
@@ -142,6 +143,7 @@ def test_unsound_headers_are_refused(content: bytes, expected: str) -> None:
         read(content)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_damage_gives_tensors_inside_the_file_or_an_artifact_error(data: st.DataObject) -> None:
     content = bytearray(

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare, kstest
@@ -91,6 +91,7 @@ def test_temperature_comes_before_min_p_and_top_p() -> None:
 _rows = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(
     _rows,
     st.floats(0.05, 5),
@@ -110,6 +111,7 @@ def test_any_parameters_give_a_distribution_that_keeps_the_best(
     assert probs[draw(probs, point)] > 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([-1.5, 0.0, -0.0, 2.0, 3.0, -np.inf]), min_size=1, max_size=30), st.data())
 def test_best_ranks_by_logit_then_id(row: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(row)))
@@ -199,6 +201,7 @@ def test_places_differ() -> None:
     assert len({uniform(RandomKey(seed, stream), at) for seed, stream, at in places}) == len(places)
 
 
+@settings(deadline=None)
 @given(st.permutations(range(5)), st.integers(0, 5))
 def test_a_row_does_not_depend_on_the_batch(order: list[int], count: int) -> None:
     rng = np.random.default_rng(3)

@@ -2,7 +2,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -49,6 +49,7 @@ def test_special_tokens_give_nothing() -> None:
     assert pieces(TOKENIZER, ids) == ["", "a", "", "", "b", "", ""]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_pieces_join_to_the_whole_text(text: str) -> None:
     ids = TOKENIZER.encode(text)
@@ -57,6 +58,7 @@ def test_pieces_join_to_the_whole_text(text: str) -> None:
     assert shown[-1] == ("" if not text.endswith("\ufffd") else shown[-1]), "nothing is kept back at the end"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 256), max_size=60))
 def test_pieces_join_to_the_whole_even_for_bytes_that_are_no_text(ids: list[int]) -> None:
     assert "".join(pieces(TOKENIZER, ids)) == TOKENIZER.decode(ids)
@@ -104,6 +106,7 @@ def test_stop_strings_are_never_shown_not_even_in_part() -> None:
     assert find(["abc", "b"], "xabc") == (["xa"], True)
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.data())
 def test_stopping_does_not_depend_on_the_pieces(text: str, stop: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
