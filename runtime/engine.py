@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.compiler.artifact import Artifact, ModelInfo
@@ -15,10 +15,11 @@ from octavo.compiler.errors import ExecutionError, OptionError, RequestError
 from octavo.runtime.batch import build_batch
 from octavo.runtime.kv_cache import PagePool
 from octavo.runtime.model_runner import ModelRunner, NativeRunner
+from octavo.runtime.output import Output
 from octavo.runtime.request import Completion, Request, SamplingParams, Status, Token, check_prompt
 from octavo.runtime.sampler import RandomKey, sample
 from octavo.runtime.scheduler import Chunk, Scheduler
-from octavo.runtime.tokenizer import IncrementalDecoder, StopFinder, Tokenizer, load_tokenizer
+from octavo.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 DEFAULT_MAX_REQUESTS = 64
@@ -43,19 +44,6 @@ class EngineStats:
     def tokens_per_second(self) -> float:
         """Generated tokens a second, prefill time included."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(eq=False)
-class _Output:
-    """What a request has shown so far, and who reads it."""
-
-    request: Request
-    index: int
-    mailbox: deque[Token] | None
-    decoder: IncrementalDecoder | None
-    finder: StopFinder
-    num_shown: int = 0
-    shown: list[Token] = field(default_factory=list)
 
 
 class Engine:
@@ -104,7 +92,7 @@ class Engine:
             max_requests=min(max_requests, budget),
             chunked_prefill=chunked_prefill,
         )
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, Output] = {}
         self._next_id = 0
 
     @classmethod
@@ -206,8 +194,7 @@ class Engine:
             return False
         if output.request.status is not Status.FINISHED:
             self.scheduler.finish(output.request, "abort")
-        if output.mailbox is not None:
-            output.mailbox.append(Token(request_id, output.index, None, "", "abort"))
+        output.show_abort()
         return True
 
     def step(self) -> list[Token]:
@@ -259,45 +246,18 @@ class Engine:
             return RandomKey(request.params.seed, 0)
         return RandomKey(self.seed, request.request_id + 1)
 
-    def _show(self, output: _Output) -> list[Token]:
-        """A request's tokens that were not shown yet, with their text; forgets the request once it ended."""
+    def _show(self, output: Output) -> list[Token]:
+        """A request's new tokens; ends the request if its text says so, and forgets it once it ended."""
+        tokens = output.show()
         request = output.request
-        tokens = []
-        while output.num_shown < len(request.tokens) - request.prompt_len:
-            output.num_shown += 1
-            token_id = request.tokens[request.prompt_len + output.num_shown - 1]
-            is_newest = output.num_shown == len(request.tokens) - request.prompt_len
-            text, is_stopped = self._text(output, token_id, is_newest and request.status is Status.FINISHED)
-            if is_stopped:
-                if request.status is not Status.FINISHED:
-                    self.scheduler.finish(request, "stop")
-                request.finish_reason = "stop"
-            reason = request.finish_reason if is_newest else None
-            tokens.append(Token(request.request_id, output.index, token_id, text, reason))
-        if request.error:
-            tokens.append(Token(request.request_id, output.index, None, "", "error", request.error))
+        if tokens and tokens[-1].finish_reason and request.status is not Status.FINISHED:
+            self.scheduler.finish(request, tokens[-1].finish_reason)
         if request.status is Status.FINISHED:
             del self._outputs[request.request_id]
-        if output.mailbox is not None:
-            output.mailbox.extend(tokens)
         return tokens
 
-    def _text(self, output: _Output, token_id: int, is_last: bool) -> tuple[str, bool]:
-        """What a token lets show, and whether it completed a stop string. End tokens have no text."""
-        if output.decoder is None:
-            return "", False
-        piece = "" if token_id in output.request.stop_token_ids else output.decoder.push(token_id)
-        if is_last:
-            piece += output.decoder.flush()
-        text, is_stopped = output.finder.push(piece)
-        if is_last and not is_stopped:
-            text += output.finder.flush()
-        return text, is_stopped
-
     def _start(self, request: Request, index: int, mailbox: deque[Token] | None) -> None:
-        decoder = IncrementalDecoder(self.tokenizer.decode) if self.tokenizer else None
-        finder = StopFinder(request.params.stop)
-        self._outputs[request.request_id] = _Output(request, index, mailbox, decoder, finder)
+        self._outputs[request.request_id] = Output(request, index, mailbox, self.tokenizer)
         self.scheduler.add(request)
 
     def _make_requests(

@@ -183,8 +183,8 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.status = Status.FINISHED
         request.finish_reason = reason
+        request.status = Status.FINISHED
         self._release(request)
         self.requests.pop(request.request_id, None)
 
