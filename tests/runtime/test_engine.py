@@ -174,6 +174,16 @@ def test_stop_strings_cut_the_text_and_end_the_request(make_engine: Make, greedy
     )
 
 
+def test_a_stop_string_ends_the_work_too(make_engine: Make, greedy: Greedy) -> None:
+    text = Letters().decode(greedy([0, 1, 2], 10))
+    engine = make_engine(tokenizer=Letters())
+    engine.add_request("ABC", SamplingParams(max_tokens=10, stop=(text[3],)))
+    for _ in range(text.index(text[3]) + 1):
+        assert engine.has_unfinished
+        engine.step()
+    assert is_idle(engine)
+
+
 def test_a_stop_string_in_the_last_allowed_token_still_stops(make_engine: Make, greedy: Greedy) -> None:
     text = Letters().decode(greedy([0, 1, 2], 4))
     [answer] = make_engine(tokenizer=Letters()).generate("ABC", SamplingParams(max_tokens=4, stop=(text[3],)))
