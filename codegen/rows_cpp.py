@@ -138,7 +138,7 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
         values["sink_dtype"] = _dtype(node, "sinks")
     args += [_pointer("out", dtype), *(_scalar(name, name) for name in ("T", "R", "P", "num_pages"))]
     group = heads // cache["KV_HEADS"]
-    values |= dict(GROUP=group, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])
+    values |= dict(HEADS=heads, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])
     values |= dict(SCALE=float(given["scale"]), SOFTCAP=float(given["softcap"]), **cache)
     width = cache["HEAD_DIM"] + cache["VALUE_DIM"]
     return _spec(

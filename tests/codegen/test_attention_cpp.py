@@ -7,9 +7,10 @@ import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
 from lowered import LoweredGraph
+from torch import Tensor
+
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.errors import CodegenError
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,18 @@ import ctypes
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor, fx
+
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.render import render, render_template
 from octavo.codegen.select import select
 from octavo.compiler.host import LEVELS, build_shared_library, can_run
 from octavo.compiler.program import DIMS
 from octavo.compiler.target import load_target
-from torch import Tensor, fx
+
+# Torch and the kernels each have a pool of threads that spin for a while after their work; two pools on few cores
+# slow each other down a hundredfold.
+torch.set_num_threads(1)
 
 # The levels whose code runs here; the others are compiled only.
 RUNNABLE = tuple(level for level in LEVELS if can_run(level))
