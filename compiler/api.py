@@ -1,4 +1,4 @@
-"""`octavo.compile` and `octavo.load`: the straight line from a model to an artifact, and from there to tokens."""
+"""`octavo.compile` and `octavo.load`: the straight line from a model to an artifact and to tokens."""
 
 import copy
 import os
@@ -21,7 +21,16 @@ from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.eager_runner import EagerRunner
 from octavo.compiler.errors import ArtifactError, OptionError, ToolchainError
 from octavo.compiler.options import CompileOptions, DType, Verify
-from octavo.compiler.pipeline import PIPELINE, Lowered, Settings, Step, dump_directory, lower, settings_of, summary
+from octavo.compiler.pipeline import (
+    PIPELINE,
+    Lowered,
+    Settings,
+    Step,
+    dump_directory,
+    lower,
+    settings_of,
+    summary,
+)
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import Report
 from octavo.compiler.target import Target, load_target
@@ -36,7 +45,7 @@ Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def compile(  # noqa: A001
+def compile(
     model: nn.Module, target: str = "cpu", *, output: Path | str | None = None, tokenizer: Any = None,
     dtype: DType | None = None, page_size: int | None = None, max_model_len: int | None = None,
     max_batch_tokens: int = 2048, verify: Verify = "full", dump: Path | str | None = None,
@@ -54,9 +63,14 @@ def compile(  # noqa: A001
     """
     chosen = load_target(target)
     options = CompileOptions(
-        target, dtype or (None if chosen.family == "cpp" else "bf16"), page_size, max_model_len, max_batch_tokens,
-        verify, None if dump is None else Path(dump),
-    )  # fmt: skip
+        target=target,
+        dtype=dtype or (None if chosen.family == "cpp" else "bf16"),
+        page_size=page_size,
+        max_model_len=max_model_len,
+        max_batch_tokens=max_batch_tokens,
+        verify=verify,
+        dump=None if dump is None else Path(dump),
+    )
     _check(options)
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)
@@ -69,7 +83,9 @@ def compile(  # noqa: A001
         built = build(lowered.graph_module, chosen, settings.page_size, bars("kernels"))
         compiled = _pack(output, captured, lowered, built, options, settings, chosen, dumps, tokenizer)
         if built.missing:
-            warnings.warn(f"{built.missing}; text is generated with the eager references, slowly", stacklevel=2)
+            warnings.warn(
+                f"{built.missing}; text is generated with the eager references, slowly", stacklevel=2
+            )
         if options.verify == "full" and chosen.family == "cpp":
             bars("verify")("logits of the whole model", 0, 1)
             check_whole_model(source, compiled.artifact, compiled.runner(num_pages=64))
@@ -108,13 +124,14 @@ class Compiled:
         """A serving engine of its own, with the page pool and the limits given."""
         return Engine(
             self.runner(num_pages, num_threads), self.artifact.model, load_tokenizer(self.artifact),
-            max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill, seed=seed,
+            max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
+            seed=seed,
         )  # fmt: skip
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Answers in the order of the prompts, which are text or token ids. Greedy unless `params` say otherwise."""
+        """Answers in the order of the prompts (text or token ids). Greedy unless `params` say otherwise."""
         return self._own_engine().generate(prompts, params)
 
     def stream(
@@ -158,7 +175,7 @@ def _check(options: CompileOptions) -> None:
 
 
 def with_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
-    """The model itself, or a copy whose parameters have the dtype. Buffers keep theirs: tables of angles need fp32."""
+    """The model itself, or a copy with parameters of the dtype. Buffers keep theirs: angles need fp32."""
     wanted = None if dtype is None else DTYPES[dtype]
     if wanted is None or all(p.dtype == wanted for p in model.parameters() if p.is_floating_point()):
         return model
@@ -187,8 +204,13 @@ def _pack(
     }  # fmt: skip
     report = {"passes": summary(lowered.reports), "kernels": built.kernels, "memory": built.memory,
               "selections": built.selections, "proof_s": lowered.proof_s}  # fmt: skip
-    texts = {**dumps.texts, LOWERED_GRAPH.removeprefix("graph/"): print_graph(lowered.graph_module, "lowered")}
-    dumps.write_summary([f"workspace {built.memory['peak']} bytes per token", f"{len(built.kernels)} kernels"])
+    texts = {
+        **dumps.texts,
+        LOWERED_GRAPH.removeprefix("graph/"): print_graph(lowered.graph_module, "lowered"),
+    }
+    dumps.write_summary(
+        [f"workspace {built.memory['peak']} bytes per token", f"{len(built.kernels)} kernels"]
+    )
     written = pack(path, built, lowered.graph_module, manifest, report, texts, _tokenizer_files(tokenizer))
     return Compiled(Artifact.open(written), temporary)
 
@@ -205,5 +227,3 @@ def _tokenizer_files(tokenizer: Any) -> Mapping[str, bytes]:
     if "tokenizer/tokenizer.json" not in files:
         raise ArtifactError("tokenizer: it saves no tokenizer.json; use a fast tokenizer (use_fast=True)")
     return files
-
-

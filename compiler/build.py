@@ -47,8 +47,10 @@ class Built:
     missing: str = ""
 
 
-def build(graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None) -> Built:
-    """Choose and build the kernels of a lowered graph. Raises CodegenError for an op or a limit that has no answer."""
+def build(
+    graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None
+) -> Built:
+    """Choose and build the kernels of a lowered graph. Raises CodegenError for an op without a kernel."""
     selections = {n: select(n, target) for n in graph_module.graph.nodes if _is_kernel(n)}
     memory = plan_memory(graph_module.graph)
     specs = {node: selection.spec for node, selection in selections.items()}
@@ -71,15 +73,21 @@ def _choices(selections: Mapping[Node, Selection]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for selection in selections.values():
         key = (selection.row, selection.spec.name)
-        row = rows.setdefault(key, {"row": key[0], "kernel": key[1], "nodes": 0, "skipped": list(selection.skipped)})
+        row = rows.setdefault(
+            key, {"row": key[0], "kernel": key[1], "nodes": 0, "skipped": list(selection.skipped)}
+        )
         row["nodes"] += 1
     return list(rows.values())
 
 
-def _build_host(built: Built, program: Program, launches: list[KernelSpec], progress: Progress | None) -> None:
+def _build_host(
+    built: Built, program: Program, launches: list[KernelSpec], progress: Progress | None
+) -> None:
     source = program_source(program, launches)
     built.files["kernels/program.cpp"] = source.encode()
-    built.kernels = [{"name": spec.name, "op": spec.op, "bytes": spec.bytes, "flops": spec.flops} for spec in launches]
+    built.kernels = [
+        {"name": spec.name, "op": spec.op, "bytes": spec.bytes, "flops": spec.flops} for spec in launches
+    ]
     features = host_features()
     if progress is not None:
         progress(f"C++ for {features}", 0, 1)
@@ -103,8 +111,8 @@ def _add_kernels(built: Built, kernels: list[Kernel]) -> None:
 
 
 def pack(
-    path: Path, built: Built, graph_module: GraphModule, manifest: Mapping[str, Any], report: Mapping[str, Any],
-    texts: Mapping[str, str], extra_files: Mapping[str, bytes],
+    path: Path, built: Built, graph_module: GraphModule, manifest: Mapping[str, Any],
+    report: Mapping[str, Any], texts: Mapping[str, str], extra_files: Mapping[str, bytes],
 ) -> Path:  # fmt: skip
     """Write the artifact. texts: the graph dumps by file name; the last one is the lowered graph."""
     files = dict(built.files)

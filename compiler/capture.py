@@ -1,12 +1,13 @@
-"""nn.Module -> graph in ragged-token form: input_ids (1, T) and position_ids (1, T) in, logits (1, T, vocab) out.
+"""nn.Module -> graph in ragged-token form.
 
-T is symbolic. Weights become `get_attr` nodes under the model's own names; tied weights keep one. Nothing is
-rewritten here.
+In: input_ids (1, T) and position_ids (1, T). Out: logits (1, T, vocab). T is symbolic. Weights become
+`get_attr` nodes under the model's own names; tied weights keep one. Nothing is rewritten here.
 """
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,21 +42,29 @@ class Captured:
 def capture(model: nn.Module) -> Captured:
     """Export `model`. Raises CaptureError with the model's own source line when it cannot be done."""
     library = _library(model)
-    was_training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         if library is None:
             graph_module = _export(_Wrapped(model, _signature(model)))
             return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
         with library.attention_as_op(model):
             graph_module = _export(_Wrapped(model, library.call))
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every module's own mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def _library(model: nn.Module) -> Any:
-    """The module that knows the model's library, or None. transformers is never imported for others' models."""
+    """The module that knows the model's library, or None. Others' models import no transformers."""
     if "transformers" not in sys.modules:
         return None
     from octavo.compiler import huggingface
@@ -68,12 +77,9 @@ def reference_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     library = _library(model)
     call = _signature(model) if library is None else library.call
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        return call(model, input_ids, positions)  # type: ignore[no-any-return]
-    finally:
-        model.train(was_training)
+    with _evaluating(model):
+        logits: Tensor = call(model, input_ids, positions)
+    return logits
 
 
 Caller = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -100,8 +106,9 @@ def _signature(model: nn.Module) -> Caller:
     unknown = [n for n in required[1:] if n != positions]
     if not names or unknown:
         raise CaptureError(
-            f"capture: {type(model).__name__}.forward takes {names}; expected token ids and optionally positions "
-            f"(one of {', '.join(POSITION_NAMES)}); wrap the model in a module that fills in {unknown or 'these'}"
+            f"capture: {type(model).__name__}.forward takes {names}; expected token ids and optionally "
+            f"positions (one of {', '.join(POSITION_NAMES)}); wrap the model in a module that fills in "
+            f"{unknown or 'these'}"
         )
 
     def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -130,8 +137,8 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     except Exception as error:
         raise CaptureError(
             f"capture: torch.export failed on {type(wrapped.model).__name__} ({type(error).__name__}: "
-            f"{_first_line(error)}){_model_line(error)}; the model must run on one sequence of any length without "
-            "Python control flow that depends on token values"
+            f"{_first_line(error)}){_model_line(error)}; the model must run on one sequence of any length "
+            "without Python control flow that depends on token values"
         ) from error
     graph_module = _with_named_weights(program)
     graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
@@ -141,10 +148,10 @@ def _export(wrapped: _Wrapped) -> GraphModule:
 # Ops that mean the same before and after functionalization, which costs twice as much as the export itself.
 FUNCTIONAL = frozenset(
     (
-        "_assert_tensor_metadata", "_to_copy", "add", "attention", "cat", "cos", "cumsum", "diff", "div", "embedding",
-        "expand", "gelu", "getitem", "linear", "matmul", "mean", "mul", "ne", "neg", "permute", "pow", "relu",
-        "reshape", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu", "sin", "slice", "softmax", "sub",
-        "sym_size", "tanh", "to", "transpose", "unsqueeze", "view",
+        "_assert_tensor_metadata", "_to_copy", "add", "attention", "cat", "cos", "cumsum", "diff", "div",
+        "embedding", "expand", "gelu", "getitem", "linear", "matmul", "mean", "mul", "ne", "neg", "permute",
+        "pow", "relu", "reshape", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu", "sin", "slice",
+        "softmax", "sub", "sym_size", "tanh", "to", "transpose", "unsqueeze", "view",
     )
 )  # fmt: skip
 
@@ -161,8 +168,8 @@ def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProg
     length = ids.meta["val"].shape[1]
     if isinstance(length, int):
         raise CaptureError(
-            f"capture: {name} fixed the sequence length to {length} while it was traced; some of its code turns the "
-            "length into a Python number (a list, a loop, int()); keep it a size of a tensor"
+            f"capture: {name} fixed the sequence length to {length} while it was traced; some of its code "
+            "turns the length into a Python number (a list, a loop, int()); keep it a size of a tensor"
         )
     if positions.meta["val"].shape[1] != length:
         # The model reads no positions, so nothing else has tied the two symbols together.
@@ -188,19 +195,24 @@ def _model_line(error: Exception) -> str:
     return place
 
 
+# Address, dtype, shape and strides: what makes two tensors the same weight.
+Identity = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
 def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
     """The exported graph with parameters, buffers and constants as attributes, and one output."""
     root = nn.Module()
     graph = Graph()
     copies: dict[Node, Node] = {}
-    names: dict[tuple[int, int, tuple[int, ...]], str] = {}
+    names: dict[Identity, str] = {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
         if node.op == "placeholder" and specs[node.name].kind is InputKind.USER_INPUT:
             copies[node] = graph.placeholder(node.name)
             copies[node].meta = dict(node.meta)
         elif node.op == "placeholder":
-            copies[node] = _weight(root, graph, program, specs[node.name].target, node, names)
+            target = str(specs[node.name].target)
+            copies[node] = _weight(root, graph, program, target, node, names)
         elif node.op == "output":
             graph.output((copies[node.args[0][0]],))
         else:
@@ -216,17 +228,22 @@ def _strip_wrapper(node: Node) -> None:
     """Module paths as the user's model has them, without the wrapper around it."""
     stack = node.meta.get("nn_module_stack")
     if stack:
-        inner = {k: (p.removeprefix("model").removeprefix("."), kind) for k, (p, kind) in list(stack.items())[1:]}
+        inner = {
+            k: (p.removeprefix("model").removeprefix("."), kind) for k, (p, kind) in list(stack.items())[1:]
+        }
         node.meta["nn_module_stack"] = inner
 
 
 def _weight(
     root: nn.Module, graph: Graph, program: torch.export.ExportedProgram, target: str, node: Node,
-    names: dict[tuple[int, int, tuple[int, ...]], str],
+    names: dict[Identity, str],
 ) -> Node:  # fmt: skip
     tensor = program.state_dict[target] if target in program.state_dict else program.constants[target]
+    assert isinstance(tensor, Tensor), f"{target} is a {type(tensor).__name__}"
     tensor = tensor.detach()
-    identity = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+    identity = (
+        id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    )  # fmt: skip
     # Two names for one tensor (tied weights) are one weight. Empty tensors share the null pointer.
     name = names.setdefault(identity, target.removeprefix("model.")) if tensor.numel() else target
     hold(root, name, tensor)
@@ -236,7 +253,7 @@ def _weight(
 
 
 def _info(model: nn.Module, known: dict[str, Any], longest: int | None) -> dict[str, Any]:
-    base = {
+    base: dict[str, Any] = {
         "name": type(model).__name__, "vocab_size": None, "num_layers": None, "max_model_len": longest,
         "eos_token_ids": [], "bos_token_id": None,
     }  # fmt: skip

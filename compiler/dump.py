@@ -4,6 +4,7 @@ The text is parsed, never executed, when it is loaded.
 """
 
 import ast
+import itertools
 import operator
 import re
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -20,8 +22,8 @@ from octavo.compiler.errors import IllegalGraphError
 from octavo.passes.rewrite import held, hold, set_meta
 
 SHORT = {
-    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
-    torch.int32: "i32", torch.bool: "b8", torch.uint8: "u8",
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "b8", torch.uint8: "u8",
 }  # fmt: skip
 LONG = {short: dtype for dtype, short in SHORT.items()}
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in SHORT}
@@ -41,7 +43,7 @@ aten, octavo = torch.ops.aten, torch.ops.octavo
 
 
 def print_graph(graph_module: GraphModule, header: str = "") -> str:
-    """The graph as a module with WEIGHTS (name -> type) and forward(w, inputs...), grouped by the user's lines."""
+    """A Python module: WEIGHTS (name -> type) and forward(w, inputs...), grouped by the user's lines."""
     names = _Symbols()
     lines = [PREAMBLE.format(header=header.replace("\\", "/")), "WEIGHTS = {"]
     nodes = list(graph_module.graph.nodes)
@@ -93,7 +95,7 @@ def _origin(node: Node) -> str:
     path = list(stack.values())[-1][0] if stack else ""
     trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     source = ""
-    for place, code in zip(trace, trace[1:], strict=False):
+    for place, code in itertools.pairwise(trace):
         if place.startswith("File ") and "/torch/nn/" not in place:
             file, line = place.split(",")[:2]
             source = f"{file.split('/')[-1].strip(chr(34))}:{line.strip().removeprefix('line ')}  {code}"
@@ -186,7 +188,9 @@ class _Loader:
         else:
             tensor = held(weights, name) if isinstance(weights, nn.Module) else weights[name]
         if list(tensor.shape) != shape or tensor.dtype != dtype:
-            raise IllegalGraphError(f"dump: weight {name} is {tensor.dtype} {list(tensor.shape)}, the text says {kind}")
+            raise IllegalGraphError(
+                f"dump: weight {name} is {tensor.dtype} {list(tensor.shape)}, the text says {kind}"
+            )
         hold(self.root, name, tensor)
         node = self.graph.get_attr(name)
         with self.mode:
@@ -196,10 +200,14 @@ class _Loader:
     def _input(self, name: str, kind: str) -> Any:
         dtype, sizes = _parse_type(kind)
         static = [s.isdigit() for s in sizes]
-        example = torch.empty([int(s) if fixed else 11 + i for i, (s, fixed) in enumerate(zip(sizes, static, strict=True))], dtype=dtype)  # fmt: skip
+        # Sizes differ from each other so that no two symbols are taken for one.
+        concrete = [
+            int(s) if fixed else 11 + i for i, (s, fixed) in enumerate(zip(sizes, static, strict=True))
+        ]
+        example = torch.empty(concrete, dtype=dtype)
         dims = [DimDynamic.STATIC if fixed else DimDynamic.DYNAMIC for fixed in static]
-        context = StatelessSymbolicContext(dynamic_sizes=dims)
-        value = self.mode.from_tensor(example, source=torch._dynamo.source.ConstantSource(name), symbolic_context=context)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+        value = self.mode.from_tensor(example, source=ConstantSource(name), symbolic_context=context)
         shape = [self.sizes.setdefault(s, d) for s, d in zip(sizes, value.shape, strict=True)]
         with self.mode:
             return torch.empty(shape, dtype=dtype)

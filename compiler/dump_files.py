@@ -40,7 +40,9 @@ class DumpWriter:
     def write_failure(self, index: int, name: str, graph_module: GraphModule, error: Exception) -> None:
         """The graph as the failing pass left it, and the error."""
         if self.directory is not None:
-            self._save(f"{index + 1:02d}_{name}.failed.py", print_graph(graph_module, f"{name} failed: {error}"))
+            self._save(
+                f"{index + 1:02d}_{name}.failed.py", print_graph(graph_module, f"{name} failed: {error}")
+            )
             self.write_summary([f"failed in {name}: {error}"])
 
     def _add(self, name: str, text: str) -> None:
@@ -62,4 +64,5 @@ def _row(report: PassReport) -> str:
     reasons = [r.reason for r in (*report.rejected, *report.near_misses)]
     nodes = f"{report.nodes_before} -> {report.nodes_after}"
     top = reasons[0] if reasons else ""
-    return f"{report.name:<22} {report.ms:>7.1f} {nodes:>12} {report.matched:>7} {len(report.rejected):>8}  {top}"
+    counts = f"{report.matched:>7} {len(report.rejected):>8}"
+    return f"{report.name:<22} {report.ms:>7.1f} {nodes:>12} {counts}  {top}"

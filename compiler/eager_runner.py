@@ -17,12 +17,15 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64
 
 
 class EagerRunner:
-    """A ModelRunner in plain torch: the same graph, the same pages, many times slower than the host program."""
+    """A ModelRunner in plain torch: the same graph and pages, many times slower than the host program."""
 
     def __init__(self, artifact: Artifact, num_pages: int | None = None) -> None:
         self.page_size = artifact.program.page_size
         self.num_pages = default_num_pages(artifact) if num_pages is None else num_pages
-        weights = {name: _tensor(weight.array, weight.dtype, weight.shape) for name, weight in artifact.weights.items()}
+        weights = {
+            name: _tensor(weight.array, weight.dtype, weight.shape)
+            for name, weight in artifact.weights.items()
+        }
         self.graph_module: GraphModule = load_graph(artifact.read(LOWERED_GRAPH).decode(), weights)
         self.caches = {
             b.name: torch.zeros([self.num_pages, *(int(d) for d in b.shape[1:])], dtype=TORCH[b.dtype])

@@ -1,4 +1,4 @@
-"""Fresh inputs for a rewrite site: random values of the right shapes, and step inputs that agree with each other."""
+"""Fresh inputs for a rewrite site: random values, and step inputs that agree with each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,10 @@ def step_inputs(
     order = torch.randperm(num_requests * columns, generator=generator) + 1
     table = order.view(num_requests, columns)
     positions = [torch.arange(c.start, c.start + c.length) for c in chunks]
-    slots = [table[c.request, p // page_size] * page_size + p % page_size for c, p in zip(chunks, positions, strict=True)]
+    slots = [
+        table[c.request, p // page_size] * page_size + p % page_size
+        for c, p in zip(chunks, positions, strict=True)
+    ]
     ends = torch.tensor([c.length for c in chunks]).cumsum(0)
     tensors = {
         "positions": torch.cat(positions)[None],
@@ -82,7 +85,7 @@ def fresh_inputs(
     graph_module: GraphModule, examples: tuple[Any, ...], tokens: int, seed: int,
     constants: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """One value for each placeholder. Floats are normal, weights scaled by 1 / sqrt(fan-in), a few rows tiny."""
+    """One value a placeholder. Floats are normal, weights scaled by 1 / sqrt(fan-in), a few rows tiny."""
     generator = torch.Generator().manual_seed(seed)
     names = [n.name for n in graph_module.graph.nodes if n.op == "placeholder"]
     first = tokens // 3
@@ -102,7 +105,12 @@ def fresh_inputs(
 
 
 def _value(
-    graph_module: GraphModule, name: str, example: Any, step: StepInputs, sizes: Sizes, generator: torch.Generator
+    graph_module: GraphModule,
+    name: str,
+    example: Any,
+    step: StepInputs,
+    sizes: Sizes,
+    generator: torch.Generator,
 ) -> Any:
     if not isinstance(example, Tensor):
         return sizes.tokens
@@ -121,7 +129,7 @@ def _value(
 
 
 def _rows_are_free(graph_module: GraphModule, name: str) -> bool:
-    """Whether no other size of the site depends on the rows of a weight: an embedding's, or those of a last product."""
+    """Whether no other size depends on the rows of a weight: an embedding's, or a last product's."""
     last = (octavo.gather_logits.default, "output")
     for node in graph_module.graph.nodes:
         if not any(n.op == "placeholder" and n.name == name for n in node.all_input_nodes):

@@ -50,8 +50,8 @@ def _atoms(mask_function: Any) -> set[tuple[str, int]]:
     if name == "sliding_window_overlay":
         return {("window", closure["sliding_window"])}
     raise CaptureError(
-        f"capture: the mask {mask_function.__qualname__!r} is not one that can be paged (causal, sliding window); "
-        "pass attn_implementation='eager' models through the pattern route or remove the mask"
+        f"capture: the mask {mask_function.__qualname__!r} is not one that can be paged (causal, sliding "
+        "window); pass attn_implementation='eager' models through the pattern route or remove the mask"
     )
 
 
@@ -62,12 +62,15 @@ def _build_mask(mask_function: Any = causal_mask_function, attention_mask: Any =
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """q, k, v (B, heads, T, head_dim) as transformers passes them; returns (B, T, heads, head_dim)."""
     if isinstance(attention_mask, Tensor):
-        raise CaptureError(f"capture: {type(module).__name__} passes a mask tensor to the attention interface")
+        raise CaptureError(
+            f"capture: {type(module).__name__} passes a mask tensor to the attention interface"
+        )
     spec = attention_mask or MaskSpec(bool(getattr(module, "is_causal", True)), sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.ops.octavo.attention(
@@ -79,10 +82,10 @@ def _attention(
 
 @contextlib.contextmanager
 def attention_as_op(model: PreTrainedModel) -> Iterator[None]:
-    """While active, every attention layer of `model` calls `octavo::attention`. The model is given back as it was."""
+    """While active, every attention layer of `model` calls `octavo::attention`. Undone afterwards."""
     AttentionInterface.register(INTERFACE, _attention)
     AttentionMaskInterface.register(INTERFACE, _build_mask)
-    previous = model.config._attn_implementation
+    previous: Any = model.config._attn_implementation
     try:
         model.set_attn_implementation(INTERFACE)
         yield
@@ -92,7 +95,8 @@ def attention_as_op(model: PreTrainedModel) -> Iterator[None]:
 
 def call(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:
     """Logits (1, T, vocab)."""
-    return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits  # type: ignore[no-any-return]
+    logits: Tensor = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return logits
 
 
 def is_model(model: nn.Module) -> bool:

@@ -12,8 +12,8 @@ Stage = Literal["captured", "canonical", "fused", "paged", "lowered"]
 KERNELS = frozenset(
     "octavo::" + name
     for name in (
-        "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write", "paged_attention",
-        "act_mul", "gather_logits", "add",
+        "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write",
+        "paged_attention", "act_mul", "gather_logits", "add",
     )
 )  # fmt: skip
 VIEWS = frozenset(("aten::reshape", "getitem"))
@@ -21,11 +21,13 @@ VIEWS = frozenset(("aten::reshape", "getitem"))
 REMOVED = frozenset(
     "aten::" + name
     for name in (
-        "_assert_tensor_metadata", "alias", "detach", "contiguous", "clone", "dropout", "view", "_unsafe_view",
-        "unsqueeze", "squeeze", "transpose", "t", "linear", "embedding", "type_as", "to",
+        "_assert_tensor_metadata", "alias", "detach", "contiguous", "clone", "dropout", "view",
+        "_unsafe_view", "unsqueeze", "squeeze", "transpose", "t", "linear", "embedding", "type_as", "to",
     )
 )  # fmt: skip
-ATTENTION = frozenset(("octavo::attention", "aten::softmax", "aten::_softmax", "aten::scaled_dot_product_attention"))
+ATTENTION = frozenset(
+    ("octavo::attention", "aten::softmax", "aten::_softmax", "aten::scaled_dot_product_attention")
+)
 
 # None: anything may remain. Otherwise the ops that must be gone, or the only ones that may stay.
 LEGAL: dict[Stage, frozenset[str] | None] = {
@@ -55,7 +57,9 @@ def check(graph_module: GraphModule, stage: Stage, after: str) -> None:
             _check_call(node, stage, after, legal, illegal)
 
 
-def _check_call(node: Node, stage: Stage, after: str, legal: frozenset[str] | None, illegal: frozenset[str]) -> None:
+def _check_call(
+    node: Node, stage: Stage, after: str, legal: frozenset[str] | None, illegal: frozenset[str]
+) -> None:
     name = op(node)
     if name in illegal or (legal is not None and name not in legal):
         raise IllegalGraphError(

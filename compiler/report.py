@@ -59,7 +59,7 @@ COLUMNS = {
 
 
 def kernel_table(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """Registers, spills, shared memory, tensor memory and instruction census, or bytes and FLOPs of host code."""
+    """Registers, spills, memories and instruction census of cubins, or bytes and FLOPs of host code."""
     table = Table(title="kernels", title_justify="left")
     shown = [name for name in COLUMNS if rows and name in rows[0]]
     for name in shown:

@@ -1,7 +1,8 @@
 """Prove rewrite sites: both forms are executed on fresh inputs, in fp64 and in the model's own dtype.
 
-In fp64 the two forms must agree to the rounding of fp64: they are the same function. In the model's dtype the new
-form must stay within the bound of its arithmetic around the fp64 result. Sites of equal structure are proven once.
+In fp64 the two forms must agree to the rounding of fp64: they are the same function. In the model's dtype
+the new form must stay within the bound of its arithmetic around the fp64 result. Sites of equal structure
+are proven once.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from octavo.compiler.errors import PassError
-from octavo.compiler.fresh_inputs import Chunk, fresh_inputs, is_cache, page_size_of, random_floats, step_inputs
+from octavo.compiler.fresh_inputs import (
+    Chunk,
+    fresh_inputs,
+    is_cache,
+    page_size_of,
+    random_floats,
+    step_inputs,
+)
 from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 
@@ -35,7 +43,7 @@ class _Unproven(Exception):
 
 
 def prove_report(report: PassReport, proven: dict[str, Evidence], context: str = "") -> None:
-    """Prove every distinct site of a pass and fill in its proof. Raises PassError naming the pass and the site."""
+    """Prove every distinct site of a pass and fill in its proof. Raises PassError naming both."""
     fresh: set[str] = set()
     for site in report.sites:
         if site.key in fresh:
@@ -46,7 +54,8 @@ def prove_report(report: PassReport, proven: dict[str, Evidence], context: str =
                 proven[site.key] = prove(site, bitwise=report.exactness == "bitwise")
             except _Unproven as failure:
                 raise PassError(
-                    f"{report.name}: the rewrite of {site.where} is not equal to what it replaced: {failure}{context}"
+                    f"{report.name}: the rewrite of {site.where} is not equal to what it replaced: {failure}"
+                    f"{context}"
                 ) from None
     evidence = [proven[key] for key in fresh]
     report.proof.sites = len(evidence)
@@ -63,7 +72,9 @@ def prove(site: Site, bitwise: bool = False) -> Evidence:
         inputs = fresh_inputs(site.after, site.examples, tokens, seed, site.constants)
         wide = [_wide(v) for v in inputs]
         reference, after = _run_wide(site.before, wide), _run_wide(site.after, wide)
-        _compare(reference, after, _depth(site) * torch.finfo(torch.float64).eps * SAFETY, f"fp64, {tokens} tokens")
+        _compare(
+            reference, after, _depth(site) * torch.finfo(torch.float64).eps * SAFETY, f"fp64, {tokens} tokens"
+        )
         narrow = _run(site.after, inputs)
         evidence.append(_compare(reference, narrow, rounding_bound(site), f"model dtype, {tokens} tokens"))
         if bitwise:
@@ -91,7 +102,8 @@ def _prove_paging(site: Site) -> Evidence:
         caches: dict[str, Tensor] = {}
         outputs: list[list[Tensor]] = [[] for _ in lengths]
         for is_last in (False, True):
-            chunks = [Chunk(i, c if is_last else 0, n - c if is_last else c) for i, (n, c) in enumerate(zip(lengths, cuts, strict=True))]  # fmt: skip
+            spans = [(c, n - c) if is_last else (0, c) for n, c in zip(lengths, cuts, strict=True)]
+            chunks = [Chunk(i, start, length) for i, (start, length) in enumerate(spans)]
             step = step_inputs(chunks, page_size, len(lengths), torch.Generator().manual_seed(1))
             if not caches:
                 caches = _poisoned_caches(names, site.examples, step.num_pages, wide)
@@ -112,12 +124,18 @@ def _sequence(
     values: dict[str, Any] = {}
     for name, example in zip(names, examples, strict=True):
         shape = [d if isinstance(d, int) else length for d in example.shape]
-        value = random_floats(shape, example.dtype, generator) if example.dtype.is_floating_point else torch.zeros(1)
+        value = (
+            random_floats(shape, example.dtype, generator)
+            if example.dtype.is_floating_point
+            else torch.zeros(1)
+        )
         values[name] = _wide(value) if wide else value
     return values
 
 
-def _poisoned_caches(names: list[str], examples: tuple[Any, ...], num_pages: int, wide: bool) -> dict[str, Tensor]:
+def _poisoned_caches(
+    names: list[str], examples: tuple[Any, ...], num_pages: int, wide: bool
+) -> dict[str, Tensor]:
     """Rows that are read before they are written show as NaN in the result."""
     dtype = torch.float64 if wide else None
     return {
@@ -136,14 +154,16 @@ def _step_values(
         if name in caches or name in step:
             values.append(caches[name] if name in caches else step[name])
         elif sequences[0][name].dim() >= 3:
-            values.append(torch.cat([sequences[c.request][name][:, c.start : c.start + c.length] for c in chunks], 1))
+            values.append(
+                torch.cat([sequences[c.request][name][:, c.start : c.start + c.length] for c in chunks], 1)
+            )
         else:
             values.append(sequences[0][name])
     return values
 
 
 def rounding_bound(site: Site) -> float:
-    """Roundings to the model's dtype in both forms, and fp32 sums of the longest reduction, relative to the result."""
+    """Roundings to the model's dtype in both forms, and fp32 sums of the longest reduction, relative."""
     dtypes = [n.meta["val"].dtype for n in _calls(site) if isinstance(n.meta.get("val"), Tensor)]
     narrow = [torch.finfo(d).eps for d in dtypes if d.is_floating_point]
     sums = _depth(site) * torch.finfo(torch.float32).eps
@@ -156,7 +176,9 @@ def _calls(site: Site) -> list[Node]:
 
 def _depth(site: Site) -> int:
     """Length of the longest sum, plus one operation for each node."""
-    widths = [int(d) for v in site.examples if isinstance(v, Tensor) for d in v.shape[-1:] if isinstance(d, int)]
+    widths = [
+        int(d) for v in site.examples if isinstance(v, Tensor) for d in v.shape[-1:] if isinstance(d, int)
+    ]
     return max([*widths, max(TOKENS)]) + len(_calls(site))
 
 

@@ -1,4 +1,4 @@
-"""The last proof: logits of the finished artifact against the model it came from, over ragged batches and pages."""
+"""The last proof: logits of the finished artifact against the model's, over ragged batches and pages."""
 
 import numpy as np
 import torch
@@ -11,14 +11,14 @@ from octavo.compiler.fresh_inputs import Chunk, step_inputs
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import ModelRunner
 
-# Largest logit error relative to the largest logit. Roundings of a layer add up like a random walk, and a bf16
-# model is as far from its own fp64 form as this bound.
+# Largest logit error relative to the largest logit. Roundings of a layer add up like a random walk, and a
+# bf16 model is as far from its own fp64 form as this bound.
 BOUND = {"fp32": 1e-4, "bf16": 6e-2}
 LENGTHS, FIRST = (9, 14, 5), (4, 13, 5)
 
 
 def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner) -> float:
-    """The error, or PassError. Three prompts share two steps; what the second step sees comes from the pages."""
+    """The error, or PassError. Three prompts share two steps; the second step reads the first's pages."""
     if next(model.parameters()).is_meta:
         return 0.0
     longest = artifact.model.max_model_len
@@ -35,8 +35,9 @@ def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner)
     bound = BOUND[artifact.program.of_kind("cache")[0].dtype]
     if not worst <= bound:
         raise PassError(
-            f"verify: logits of the artifact differ from the model's by {worst:.2e} of the largest, bound {bound:.0e}; "
-            "every pass was proven, so a kernel or the memory plan is at fault: `octavo bisect` shows from where on"
+            f"verify: logits of the artifact differ from the model's by {worst:.2e} of the largest, bound "
+            f"{bound:.0e}; every pass was proven, so a kernel or the memory plan is at fault: `octavo "
+            "bisect` shows from where on"
         )
     return worst
 
@@ -56,8 +57,13 @@ def _chunks(lengths: list[int], is_last: bool) -> list[Chunk]:
 def _batch(
     prompts: list[np.ndarray[tuple[int], np.dtype[np.int64]]], chunks: list[Chunk], page_size: int
 ) -> Batch:
-    step = step_inputs(chunks, page_size, len(prompts), torch.Generator().manual_seed(0), max(LENGTHS)).tensors
-    arrays = {name: np.ascontiguousarray(value.reshape(value.shape[-value.dim() :]).numpy()) for name, value in step.items()}
+    step = step_inputs(
+        chunks, page_size, len(prompts), torch.Generator().manual_seed(0), max(LENGTHS)
+    ).tensors
+    arrays = {
+        name: np.ascontiguousarray(value.reshape(value.shape[-value.dim() :]).numpy())
+        for name, value in step.items()
+    }
     arrays["positions"] = arrays["positions"][0]
     ids = np.concatenate([prompts[c.request][c.start : c.start + c.length] for c in chunks])
     return Batch(input_ids=ids, requests=(), **arrays)

@@ -1,8 +1,8 @@
 """Bring a captured graph into one spelling, so that later patterns need only one.
 
-Removed: assertions, conversions to the dtype a value has, copies, factors of one, full slices. Every reshape is
-`aten.reshape` with at most one -1 for the symbolic size, every transpose `aten.permute`; chains of them are one;
-equal calls are one; linear and embedding become ops of the dialect. Values do not change, bit for bit.
+Removed: assertions, conversions to the dtype a value has, copies, factors of one, full slices. Every reshape
+is `aten.reshape` with at most one -1 for the symbolic size, every transpose `aten.permute`; chains of them
+are one; equal calls are one; linear and embedding become ops of the dialect. Values keep every bit.
 """
 
 import operator
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from octavo.passes.pattern import aten
+from octavo.passes.pattern import arguments, aten
 from octavo.passes.rewrite import Builder, replace
 from octavo.passes.rule import PassReport
 
@@ -27,10 +27,12 @@ COPIES = (
     aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default,
     aten.lift_fresh_copy.default, aten.dropout.default,
 )  # fmt: skip
-CONVERSIONS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
+CONVERSIONS = (
+    aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default,
+)  # fmt: skip
 RESHAPES = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
 )  # fmt: skip
 TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default)
 INFINITE = 1 << 62
@@ -64,7 +66,7 @@ def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None
         build = simplify(node)
         if build is not None:
             inputs = build.inputs or node.all_input_nodes
-            report.sites.append(replace(graph_module, [node], lambda b, made=build.make: [made(b)], inputs))
+            report.sites.append(replace(graph_module, [node], build.only, inputs))
             return
 
 
@@ -74,6 +76,9 @@ class Build:
 
     make: Callable[[Builder], Node]
     inputs: tuple[Node, ...] = ()
+
+    def only(self, builder: Builder) -> list[Node]:
+        return [self.make(builder)]
 
 
 def is_tensor(node: Node) -> bool:
@@ -96,13 +101,14 @@ def _identity(node: Node) -> Build | None:
 
 def _is_neutral(node: Node) -> bool:
     """x * 1, x / 1, x + 0, and a slice, expand or view that keeps everything."""
+    args = arguments(node)
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
-        return node.args[1] == 1 and not isinstance(node.args[1], Node)
+        return not isinstance(args[1], Node) and bool(args[1] == 1)
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        return not isinstance(node.args[1], Node) and node.args[1] == 0
+        return not isinstance(args[1], Node) and bool(args[1] == 0)
     if node.target is aten.slice.Tensor:
-        step = node.args[4] if len(node.args) > 4 else 1
-        return step == 1 and node.args[2] in (0, None) and isinstance(node.args[3], int) and node.args[3] > INFINITE
+        start, end, step = (*args[2:], 1)[:3]
+        return step == 1 and start in (0, None) and isinstance(end, int) and end > INFINITE
     return node.target in (aten.expand.default, *RESHAPES)
 
 
@@ -127,12 +133,12 @@ def _reshape(node: Node) -> Build | None:
 
 
 def permutation(node: Node) -> list[int]:
-    rank = len(shape(node))
+    rank, args = len(shape(node)), arguments(node)
     order = list(range(rank))
     if node.target is aten.permute.default:
-        return [d % rank for d in node.args[1]]  # type: ignore[union-attr]
-    first, second = (node.args[1], node.args[2]) if node.target is aten.transpose.int else (-2, -1)
-    order[first], order[second] = order[second], order[first]  # type: ignore[index]
+        return [d % rank for d in args[1]]
+    first, second = args[1:] if node.target is aten.transpose.int else (-2, -1)
+    order[first], order[second] = order[second], order[first]
     return order
 
 
@@ -176,26 +182,26 @@ def _slices(node: Node) -> Build | None:
         return None
     if source.target not in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
         return None
-    dim = source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)
-    rank = len(shape(node))
-    dim = dim % rank  # type: ignore[operator]
-    parts = source.meta["val"]
+    parts, whole = source.meta["val"], source.args[0]
+    assert isinstance(whole, Node)
+    args: tuple[Any, ...] = (*arguments(source), source.kwargs.get("dim", 0))
+    dim = args[2] % len(shape(node))
     if not all(isinstance(p.shape[dim], int) for p in parts):
         return None
     index = node.args[1]
     assert isinstance(index, int)
     start = sum(p.shape[dim] for p in parts[:index])
-    whole = source.args[0]
-    assert isinstance(whole, Node)
-    return Build(lambda b: b.call(aten.slice.Tensor, whole, dim, start, start + parts[index].shape[dim]), (whole,))
+    return Build(
+        lambda b: b.call(aten.slice.Tensor, whole, dim, start, start + parts[index].shape[dim]), (whole,)
+    )
 
 
 def _product(node: Node) -> Build | None:
     """A contraction of two tensors over one axis is a matrix product of transposed operands."""
-    if node.target is not aten.einsum.default or len(node.args[1]) != 2:  # type: ignore[arg-type]
+    if node.target is not aten.einsum.default or len(arguments(node)[1]) != 2:
         return None
-    left, right = node.args[1]  # type: ignore[misc]
-    terms, out = str(node.args[0]).replace(" ", "").split("->")
+    equation, (left, right) = arguments(node)
+    terms, out = equation.replace(" ", "").split("->")
     first, second = terms.split(",")
     batch = [d for d in out if d in first and d in second]
     summed = [d for d in first if d in second and d not in out]
@@ -215,7 +221,9 @@ def _product(node: Node) -> Build | None:
 def _conversion(node: Node) -> Build | None:
     """Every way to change a dtype is `_to_copy` with the dtype and nothing else."""
     dtype = node.meta["val"].dtype
-    if node.target not in CONVERSIONS or (node.target is aten._to_copy.default and node.kwargs == {"dtype": dtype}):
+    if node.target not in CONVERSIONS or (
+        node.target is aten._to_copy.default and node.kwargs == {"dtype": dtype}
+    ):
         return None
     source = node.args[0]
     assert isinstance(source, Node)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from octavo.passes.rewrite import held, new_weight
 from octavo.passes.rule import PassReport
@@ -19,10 +20,14 @@ def fold_constants(graph_module: GraphModule) -> PassReport:
             values[node] = held(graph_module, node.target)
         elif node.op == "call_function" and node.all_input_nodes and not node.is_impure():
             if all(n in values for n in node.all_input_nodes):
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = node.target(*args, **kwargs)
     for node, value in values.items():
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and any(u not in values for u in node.users):
+        if (
+            node.op == "call_function"
+            and isinstance(value, torch.Tensor)
+            and any(u not in values for u in node.users)
+        ):
             _replace_with_weight(graph_module, node, value.contiguous())
             folded += 1
     graph_module.graph.eliminate_dead_code()

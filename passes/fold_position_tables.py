@@ -1,8 +1,9 @@
 """What depends on a token's position alone becomes a table, looked up by position.
 
-First `arange(T)` becomes the positions input: in the captured form, one sequence, they are equal, and in the ragged
-form the positions are what it meant. Then cosines, sines and learned position rows are evaluated for every position.
-Refused: values in which one token's row depends on another's position (tables chosen by the longest position).
+First `arange(T)` becomes the positions input: in the captured form, one sequence, they are equal, and in the
+ragged form the positions are what it meant. Then cosines, sines and learned position rows are evaluated for
+every position. Refused: values in which one token's row depends on another's position (tables chosen by the
+longest position).
 """
 
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from octavo.passes.pattern import aten
+from octavo.passes.pattern import arguments, aten
 from octavo.passes.rewrite import Builder, collect, extract, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
@@ -21,7 +22,9 @@ VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassReport:
     report = PassReport("fold_position_tables", "bitwise")
-    positions = next(n for n in graph_module.graph.nodes if n.op == "placeholder" and n.name == "position_ids")
+    positions = next(
+        n for n in graph_module.graph.nodes if n.op == "placeholder" and n.name == "position_ids"
+    )
     _replace_aranges(graph_module, positions, report)
     for node in _frontier(graph_module, positions):
         table = _table(graph_module, node, positions, max_model_len)
@@ -40,19 +43,24 @@ def _replace_aranges(graph_module: GraphModule, positions: Node, report: PassRep
         value = node.meta["val"]
         if value.dtype == torch.int64 and value.shape[0] == length and _starts_at_zero(node):
             report.sites.append(
-                replace(graph_module, [node], lambda b: [b.call(aten.reshape.default, positions, [-1])], [positions])
+                replace(
+                    graph_module,
+                    [node],
+                    lambda b: [b.call(aten.reshape.default, positions, [-1])],
+                    [positions],
+                )
             )
 
 
 def _starts_at_zero(node: Node) -> bool:
     if node.target is aten.arange.default:
         return True
-    step = node.args[2] if len(node.args) > 2 else 1
-    return node.args[0] == 0 and step == 1
+    start, _, step = (*arguments(node), 1)[:3]
+    return bool(start == 0 and step == 1)
 
 
 def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
-    """The last values that positions and constants alone determine; views of a value are not counted as values."""
+    """The last values that positions and constants alone determine, below any views of them."""
     alone = {positions}
     for node in graph_module.graph.nodes:
         inputs = node.all_input_nodes
@@ -62,7 +70,9 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
     found: dict[Node, None] = {}
     for node in alone:
         if node is not positions and any(user not in alone for user in node.users):
-            while node.target in VIEWS and node.all_input_nodes[0] in alone and len(node.all_input_nodes) == 1:
+            while (
+                node.target in VIEWS and node.all_input_nodes[0] in alone and len(node.all_input_nodes) == 1
+            ):
                 node = node.all_input_nodes[0]
             if node is not positions and node.target is not octavo.embedding.default:
                 found[node] = None
@@ -70,7 +80,7 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
 
 
 def _width(node: Node) -> int | None:
-    """Row width of a value with one row for each token and no other axis, whatever axes of size one it has."""
+    """Row width of a value with one row for each token and no other axis but axes of size one."""
     shape = node.meta["val"].shape
     if not node.meta["val"].dtype.is_floating_point or not isinstance(shape[-1], int):
         return None
@@ -94,10 +104,14 @@ def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len
     table = evaluate(torch.arange(max_model_len))
     probe = torch.tensor([max_model_len - 1, 0, max_model_len // 2, 1])[: max(1, min(4, max_model_len))]
     alone = torch.cat([evaluate(p[None]) for p in probe])
-    return table.contiguous() if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None
+    return (
+        table.contiguous() if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None
+    )
 
 
-def _look_up(graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, report: PassReport) -> None:
+def _look_up(
+    graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, report: PassReport
+) -> None:
     weight = new_weight(graph_module, f"positions.{node.name}", table)
     sizes = [d if isinstance(d, int) else -1 for d in node.meta["val"].shape]
     with graph_module.graph.inserting_before(node.next):

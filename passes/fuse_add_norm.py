@@ -1,9 +1,11 @@
 """s = x + residual; y = rms_norm(s)  ->  octavo.add_rms_norm, which returns both.
 
-The sum goes on as the next residual without another trip through memory. Not matched: a sum of different shapes.
+The sum goes on as the next residual without another trip through memory. Not matched: a sum of different
+shapes.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -27,10 +29,9 @@ def fuse_add_norm(graph_module: GraphModule) -> PassReport:
         if not isinstance(residual, Node) or x.meta["val"].shape != residual.meta["val"].shape:
             report.reject(node, "the terms of the sum have different shapes")
             continue
-        rest = node.args[2:]
 
-        def build(b: Builder, terms: tuple[Node, ...] = (x, residual, weight), rest=rest) -> list[Node]:  # type: ignore[no-untyped-def]
-            both = b.call(octavo.add_rms_norm.default, *terms, *rest)
+        def build(b: Builder, args: tuple[Any, ...] = (x, residual, weight, *node.args[2:])) -> list[Node]:
+            both = b.call(octavo.add_rms_norm.default, *args)
             return [b.call(operator.getitem, both, i) for i in (0, 1)]
 
         report.sites.append(replace(graph_module, [node, total], build, [x, residual, weight]))

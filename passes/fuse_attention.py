@@ -1,8 +1,9 @@
 """softmax(mask(q k^T * scale)) v, as products or as scaled_dot_product_attention  ->  octavo.attention.
 
-From each softmax the walk goes up to the product of q and k, collecting scale, soft-cap and masks, and down to the
-product with v. A mask is not trusted to be causal: its own nodes are evaluated and compared with the predicate.
-Heads repeated for grouped queries are undone. Not matched: masks that depend on tokens, additive biases, sinks.
+From each softmax the walk goes up to the product of q and k, collecting scale, soft-cap and masks, and down
+to the product with v. A mask is not trusted to be causal: its own nodes are evaluated and compared with the
+predicate. Heads repeated for grouped queries are undone. Not matched: masks that depend on tokens, additive
+biases, sinks.
 """
 
 import math
@@ -81,7 +82,9 @@ def from_sdpa(node: Node) -> Core:
     names = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     core = Core(node)
-    core.scale = given["q"].meta["val"].shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"])
+    core.scale = (
+        given["q"].meta["val"].shape[-1] ** -0.5 if given.get("scale") is None else float(given["scale"])
+    )
     core.q, core.k = _operand(given["q"], HEADS_FIRST, core), _operand(given["k"], HEADS_FIRST, core)
     core.v = _operand(given["v"], HEADS_FIRST)
     core.causal = bool(given.get("is_causal", False))
@@ -176,7 +179,11 @@ def _operand(value: Any, order: list[int], core: Core | None = None) -> Operand:
         if value.target is aten.permute.default:
             inner: list[int] = list(value.args[1])  # type: ignore[arg-type]
             value, order = value.args[0], [inner[d] for d in order]
-        elif core is not None and value.target in (aten.mul.Tensor, aten.div.Tensor) and _is_constant(value.args[1]):
+        elif (
+            core is not None
+            and value.target in (aten.mul.Tensor, aten.div.Tensor)
+            and _is_constant(value.args[1])
+        ):
             factor = _constant(value.args[1])
             core.scale *= factor if value.target is aten.mul.Tensor else 1.0 / factor
             value = value.args[0]
@@ -209,10 +216,12 @@ def _is_expanded_group(node: Node) -> bool:
 
 
 def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -> None:
-    """Sets causal and window from what the masks do for every pair of positions. Raises Refused for other masks."""
+    """Sets causal and window from what the masks do for every pair of positions, or raises Refused."""
     heads, kv_heads = core.q.shape[1], core.k.shape[1]
     if core.v.shape[1] != kv_heads or heads % kv_heads:
-        raise Refused(f"{heads} query heads do not divide over {kv_heads} key and {core.v.shape[1]} value heads")
+        raise Refused(
+            f"{heads} query heads do not divide over {kv_heads} key and {core.v.shape[1]} value heads"
+        )
     if not core.masks:
         return
     length = min(max_model_len, LARGEST_PROBE)
@@ -226,20 +235,23 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
             core.causal, core.window = core.causal or causal, size if size < length else 0
             return
     raise Refused(
-        f"the mask {', '.join(n.name for n, _ in core.masks)} is neither causal nor a sliding window: over {length} "
-        f"positions it allows {int(allowed.sum())} pairs, causal would allow {length * (length + 1) // 2}"
+        f"the mask {', '.join(n.name for n, _ in core.masks)} is neither causal nor a sliding window: "
+        f"over {length} positions it allows {int(allowed.sum())} pairs, causal would allow "
+        f"{length * (length + 1) // 2}"
     )
 
 
 def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tensor:
-    """The mask for one sequence. It may depend on the length, on positions and on constants, never on the tokens."""
+    """The mask for one sequence. It may depend on length, positions and constants, never on tokens."""
     leaves = collect([node], [])[0]
     values: list[torch.Tensor] = []
     for leaf in leaves:
         if leaf.op == "get_attr":
             values.append(held(graph_module, str(leaf.target)))
         else:
-            values.append(torch.arange(length)[None] if leaf.name == "position_ids" else torch.zeros(1, length).long())
+            values.append(
+                torch.arange(length)[None] if leaf.name == "position_ids" else torch.zeros(1, length).long()
+            )
     with torch.no_grad():
         (mask,) = Interpreter(extract([node], leaves)).run(*values)
     return mask  # type: ignore[no-any-return]
@@ -248,12 +260,17 @@ def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tenso
 def _allowed(mask: torch.Tensor, kind: str, node: Node) -> torch.Tensor:
     """(T, T) bool: which keys a query may see."""
     if mask.dim() > 2 and (mask != mask.reshape(-1, *mask.shape[-2:])[0]).any():
-        raise Refused(f"the mask {node.name} differs between heads or sequences: it is a bias, shape {tuple(mask.shape)}")
+        raise Refused(
+            f"the mask {node.name} differs between heads or sequences: it is a bias, shape "
+            f"{tuple(mask.shape)}"
+        )
     plane = mask.reshape(-1, *mask.shape[-2:])[0] if mask.dim() > 2 else mask
     if kind == "add":
         biases = plane[plane > FORBIDDEN]
         if biases.numel() and float(biases.abs().max()) > 0.0:
-            raise Refused(f"the mask {node.name} adds up to {float(biases.abs().max()):.3g} to allowed scores")
+            raise Refused(
+                f"the mask {node.name} adds up to {float(biases.abs().max()):.3g} to allowed scores"
+            )
         return plane > FORBIDDEN
     return plane.bool() if kind == "keep" else ~plane.bool()
 

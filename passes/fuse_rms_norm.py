@@ -1,6 +1,7 @@
-"""x * rsqrt(mean(x^2) + eps) * weight  ->  octavo.rms_norm, wherever the casts stand (Zhang and Sennrich 2019).
+"""x * rsqrt(mean(x^2) + eps) * weight  ->  octavo.rms_norm, wherever the casts stand.
 
 Not matched: norms that subtract the mean, norms over another axis than the last, norms without a weight.
+Source: Zhang and Sennrich 2019.
 """
 
 import torch
@@ -13,7 +14,12 @@ from octavo.passes.rule import PassReport, Rule, apply_rules
 X = cast(Var("x"))
 INVERSE = call(
     aten.rsqrt.default,
-    args=(add(call(aten.mean.dim, args=(call(aten.pow.Tensor_Scalar, args=(X, 2)), [-1], True)), Var("eps", number)),),
+    args=(
+        add(
+            call(aten.mean.dim, args=(call(aten.pow.Tensor_Scalar, args=(X, 2)), [-1], True)),
+            Var("eps", number),
+        ),
+    ),
 )
 PATTERN = cast(mul(cast(Var("weight")), cast(mul(X, INVERSE))))
 

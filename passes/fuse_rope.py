@@ -1,7 +1,7 @@
 """x * cos + rotate(x) * sin  ->  octavo.rope on tokens-first tensors (Su et al. 2021, equation 34).
 
-x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. Not matched: tables of less than D,
-even-odd pairs.
+x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. Not matched: tables of less than
+D, even-odd pairs.
 """
 
 from typing import Any
@@ -41,7 +41,8 @@ def reject(found: Match) -> str | None:
     if found["half"] != x.shape[-1] // 2 or found["axis"] % len(x.shape) != len(x.shape) - 1:
         return f"the halves split at {found['half']} of {x.shape[-1]}"
     if layout(x, cos) is None or layout(x, cos) != layout(x, sin):
-        return f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not broadcast over the heads of {tuple(x.shape)}"
+        shapes = (tuple(t.shape) for t in (cos, sin, x))
+        return "cos {} and sin {} do not broadcast over the heads of {}".format(*shapes)
     return None
 
 

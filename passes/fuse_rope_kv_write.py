@@ -1,4 +1,7 @@
-"""Rotation of q and k and the write of k and v  ->  octavo.rope_kv_write, which reads the merged projection in place."""
+"""Rotation of q and k and the write of k and v  ->  octavo.rope_kv_write.
+
+The kernel reads q, k and v where the merged projection left them.
+"""
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,7 +25,8 @@ def _rotated(name: str) -> object:
 
 QUERY = _rotated("q")
 WRITE = call(
-    octavo.kv_write.default, args=(_rotated("k"), _part("v"), Var("k_cache"), Var("v_cache"), Var("slot_mapping"))
+    octavo.kv_write.default,
+    args=(_rotated("k"), _part("v"), Var("k_cache"), Var("v_cache"), Var("slot_mapping")),
 )
 
 
@@ -49,7 +53,15 @@ def _fuse(graph_module: GraphModule, attention: Node, write: Node, report: PassR
         return f"the parts do not follow each other: q ends at {q['q_end']}, k at {kv['k_end']}"
     if _interleaved(q, "q") != _interleaved(kv, "k"):
         return "q and k are rotated in different styles"
-    inputs = [q["qkv"], kv["cos"], kv["sin"], kv["positions"], kv["slot_mapping"], kv["k_cache"], kv["v_cache"]]
+    inputs = [
+        q["qkv"],
+        kv["cos"],
+        kv["sin"],
+        kv["positions"],
+        kv["slot_mapping"],
+        kv["k_cache"],
+        kv["v_cache"],
+    ]
     options = (query.meta["val"].shape[2], _interleaved(q, "q"))
 
     def build(b: Builder) -> list[Node]:

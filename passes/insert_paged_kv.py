@@ -1,7 +1,8 @@
-"""octavo.attention  ->  octavo.kv_write and octavo.paged_attention, with the step's inputs and one pair of caches a layer.
+"""octavo.attention  ->  octavo.kv_write and octavo.paged_attention.
 
-Afterwards a step holds the tokens of any number of sequences. The logits are wanted of some rows only, so the
-gather goes in front of the last matrix product. Not matched: attention that is not causal (Kwon et al. 2023).
+The graph gets the step's inputs and one pair of caches a layer. Afterwards a step holds the tokens of any
+number of sequences. The logits are wanted of some rows only, so the gather goes in front of the last matrix
+product. Not matched: attention that is not causal (Kwon et al. 2023).
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from octavo.passes.pattern import Match, Var, call
+from octavo.passes.pattern import Match, Var, arguments, call
 from octavo.passes.rewrite import Builder, fake_mode, replace
 from octavo.passes.rule import PassReport, Rule, apply_rule
 
@@ -23,7 +24,7 @@ INTEGER_INPUTS = {"page_table": (3, 5), "seq_lens": (3,), "cu_seqlens_q": (4,)}
 
 
 def insert_paged_kv(graph_module: GraphModule, page_size: int) -> PassReport:
-    """page_size in tokens. Adds the placeholders of compiler.program.STEP_INPUTS, then k_cache_0, v_cache_0, ..."""
+    """page_size in tokens. Adds placeholders: those of program.STEP_INPUTS, then k_cache_0, v_cache_0, ..."""
     report = PassReport("insert_paged_kv", "reassociates")
     attentions = [n for n in graph_module.graph.nodes if n.target is octavo.attention.default]
     if not attentions:
@@ -44,11 +45,16 @@ def _add_step_inputs(graph_module: GraphModule) -> dict[str, Node]:
     mode = fake_mode(graph_module)
     with mode:
         slots = torch.empty((tokens,), dtype=torch.int64)
-    inputs = {"positions": _placeholder(graph_module, "positions", old.meta["val"], after=placeholders["input_ids"])}
+    inputs = {
+        "positions": _placeholder(graph_module, "positions", old.meta["val"], after=placeholders["input_ids"])
+    }
     old.replace_all_uses_with(inputs["positions"])
     graph_module.graph.erase_node(old)
     last = inputs["positions"]
-    values = {"slot_mapping": slots, **{n: _symbolic(mode, n, s, torch.int32) for n, s in INTEGER_INPUTS.items()}}
+    values = {
+        "slot_mapping": slots,
+        **{n: _symbolic(mode, n, s, torch.int32) for n, s in INTEGER_INPUTS.items()},
+    }
     values["logit_rows"] = _symbolic(mode, "logit_rows", (2,), torch.int64)
     for name, value in values.items():
         inputs[name] = last = _placeholder(graph_module, name, value, after=last)
@@ -62,11 +68,15 @@ def _placeholder(graph_module: GraphModule, name: str, value: Any, after: Node) 
     return node
 
 
-def _symbolic(mode: Any, name: str, sizes: tuple[int, ...], dtype: torch.dtype, static: tuple[int, ...] = ()) -> Any:
+def _symbolic(
+    mode: Any, name: str, sizes: tuple[int, ...], dtype: torch.dtype, static: tuple[int, ...] = ()
+) -> Any:
     """A fake tensor whose sizes are symbols, but for the axes in `static`."""
     dims = [DimDynamic.STATIC if i in static else DimDynamic.DYNAMIC for i in range(len(sizes))]
-    context = StatelessSymbolicContext(dynamic_sizes=dims)
-    return mode.from_tensor(torch.empty(sizes, dtype=dtype), source=ConstantSource(name), symbolic_context=context)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+    return mode.from_tensor(
+        torch.empty(sizes, dtype=dtype), source=ConstantSource(name), symbolic_context=context
+    )
 
 
 def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: int) -> tuple[Node, Node]:
@@ -84,7 +94,12 @@ def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: in
 
 
 def _page(
-    graph_module: GraphModule, node: Node, k_cache: Node, v_cache: Node, inputs: dict[str, Node], report: PassReport
+    graph_module: GraphModule,
+    node: Node,
+    k_cache: Node,
+    v_cache: Node,
+    inputs: dict[str, Node],
+    report: PassReport,
 ) -> None:
     values = {**DEFAULTS, **dict(zip(ATTENTION_ARGS, node.args, strict=False))}
     if not values["causal"]:
@@ -103,7 +118,10 @@ def _page(
 
 SINK_GATHER = Rule(
     "sink_gather_logits",
-    call(octavo.gather_logits.default, args=(call(octavo.linear.default, args=(Var("x"), Var("w"))), Var("rows"))),
+    call(
+        octavo.gather_logits.default,
+        args=(call(octavo.linear.default, args=(Var("x"), Var("w"))), Var("rows")),
+    ),
     lambda build, found: _sunk(build, found),
     ("x", "w", "rows"),
 )
@@ -119,7 +137,7 @@ def _sunk(build: Builder, found: Match) -> Node:
 def _gather(graph_module: GraphModule, logit_rows: Node, report: PassReport) -> None:
     """Logits of the wanted rows only, computed from the hidden states of those rows."""
     output = graph_module.graph.output_node()
-    (logits,) = output.args[0]  # type: ignore[misc, union-attr]
+    ((logits,),) = arguments(output)
     assert isinstance(logits, Node)
     with graph_module.graph.inserting_before(output):
         gathered = Builder(graph_module, logits).call(octavo.gather_logits.default, logits, logit_rows)

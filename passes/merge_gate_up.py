@@ -1,7 +1,7 @@
 """octavo.gated_mlp  ->  one matrix product for gate and up, act_mul, down.
 
-One product reads the input once and fills the machine better than two. The merged weight is a constant, folded
-by the next `fold_constants`.
+One product reads the input once and fills the machine better than two. The merged weight is a constant,
+folded by the next `fold_constants`.
 """
 
 import torch

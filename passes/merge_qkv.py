@@ -1,7 +1,7 @@
 """The three projections that feed one attention  ->  one matrix product and its three parts.
 
-Needs the same input, equal presence of biases, and rotation on q and k, since only `fuse_rope_kv_write` reads the
-parts in place. The merged weight is a constant, folded by the next `fold_constants`.
+Needs the same input, equal presence of biases, and rotation on q and k, since only `fuse_rope_kv_write`
+reads the parts in place. The merged weight is a constant, folded by the next `fold_constants`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Patterns over FX graphs and their matcher, with a trace of the nearest miss. Knows no rule and changes nothing."""
+"""Patterns over FX graphs and their matcher, with a trace of the nearest miss. Changes nothing."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Var:
-    """Any value; the same name must bind the same value everywhere. accept returns a reason to refuse, or None."""
+    """Any value; one name binds one value everywhere. accept returns a reason to refuse, or None."""
 
     name: str
     accept: Callable[[Any], str | None] | None = None
@@ -136,7 +136,9 @@ def _search(pattern: Any, value: Any, found: Match, trace: Trace) -> Iterator[Ma
 def _search_var(pattern: Var, value: Any, found: Match, trace: Trace) -> Iterator[Match]:
     if pattern.name in found.values and found.values[pattern.name] is not value:
         if isinstance(value, Node) or found.values[pattern.name] != value:
-            trace.miss(found, f"{pattern.name} is {describe(found.values[pattern.name])} and {describe(value)}")
+            trace.miss(
+                found, f"{pattern.name} is {describe(found.values[pattern.name])} and {describe(value)}"
+            )
             return
     reason = pattern.accept(value) if pattern.accept is not None else None
     if reason is not None:
@@ -169,6 +171,11 @@ def _search_all(pairs: list[tuple[Any, Any]], found: Match, trace: Trace) -> Ite
     (pattern, value), *rest = pairs
     for partial in _search(pattern, value, found, trace):
         yield from _search_all(rest, partial, trace)
+
+
+def arguments(node: Node) -> tuple[Any, ...]:
+    """The positional arguments of a call, whose types are its schema's business."""
+    return node.args
 
 
 def target_name(target: Any) -> str:

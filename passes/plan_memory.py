@@ -1,7 +1,7 @@
 """Where every intermediate of a step lives: one workspace, reused as soon as a value has had its last reader.
 
-A value takes c * T bytes: sizes in L count as T, as L <= T. So two values that must not overlap for one T never do,
-and the plan is made once, over the coefficients c. Logits are an output, not workspace.
+A value takes c * T bytes: sizes in L count as T, as L <= T. So two values that must not overlap for one T
+never do, and the plan is made once, over the coefficients c. Logits are an output, not workspace.
 """
 
 import operator
@@ -26,7 +26,7 @@ IN_PLACE = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Memory of one value: bytes [offset * T, (offset + width) * T) of the workspace; both multiples of 64."""
+    """Memory of one value: workspace bytes [offset * T, (offset + width) * T); both multiples of 64."""
 
     name: str
     offset: int
@@ -45,7 +45,7 @@ class MemoryReport:
 
 @dataclass(eq=False)
 class _Value:
-    """A piece of memory to place. first, last: indices of the nodes that write it and read it last, both included."""
+    """A piece of memory to place. first, last: indices of the nodes that write it and that read it last."""
 
     name: str
     width: int
@@ -64,10 +64,11 @@ class _Value:
 
 
 def plan_memory(graph: fx.Graph) -> MemoryReport:
-    """Give every intermediate a place, as meta["buffer"]: a Placement, or a tuple of them for several results.
+    """Give every intermediate a place, as meta["buffer"]: a Placement, or a tuple of them.
 
-    A view and an item of a tuple carry the Placement of what they show. Nodes whose value is an input, a weight or
-    the output have none. Raises IllegalGraphError for a value whose size is not a fixed multiple of T or L.
+    A view and an item of a tuple carry the Placement of what they show. Nodes whose value is an input, a
+    weight or the output have none. Raises IllegalGraphError for a value whose size is not a fixed multiple
+    of T or L.
     """
     owned = _lifetimes(graph)
     values = list({id(value): value for results in owned.values() for value in results}.values())
@@ -80,7 +81,7 @@ def plan_memory(graph: fx.Graph) -> MemoryReport:
 
 
 def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
-    """What each node's results are, and from where to where they live. Nodes without a result of their own: absent."""
+    """What each node's own results are, and from where to where they live."""
     rows = {symbol for symbol, name in dim_names(graph).items() if name in ("T", "L")}
     owned: dict[fx.Node, tuple[_Value, ...]] = {}
     for index, node in enumerate(graph.nodes):
@@ -111,14 +112,14 @@ def _results(node: fx.Node, index: int, rows: set[sympy.Symbol]) -> tuple[_Value
 
 def _width(node: fx.Node, value: torch.Tensor, rows: set[sympy.Symbol]) -> int:
     """Bytes per token, rounded up to ALIGNMENT."""
-    count = sympy.prod(as_expression(size) for size in value.shape)
+    count = sympy.Mul(*(as_expression(size) for size in value.shape))
     for symbol in count.free_symbols & rows:
         per_row = count / symbol
         if per_row.is_Integer:
             return -(-int(per_row) * ITEM_BYTES[dtype_name(value)] // ALIGNMENT) * ALIGNMENT
     raise IllegalGraphError(
-        f"plan_memory: a value must hold a fixed number of elements per token, got shape {tuple(value.shape)} "
-        f"(node {node.name})"
+        f"plan_memory: a value must hold a fixed number of elements per token, got shape "
+        f"{tuple(value.shape)} (node {node.name})"
     )
 
 
@@ -142,10 +143,10 @@ def _reuse_in_place(graph: fx.Graph, owned: dict[fx.Node, tuple[_Value, ...]]) -
 
 
 def _place(values: list[_Value]) -> int:
-    """Give offsets, widest value first, each into the tightest gap that is free over its whole life; returns the peak.
+    """Give offsets, widest first, each into the tightest gap that is free all its life; returns the peak.
 
-    Pisarchyk and Lee 2020, greedy by size. Never worse than one after another: a value starts no later than where
-    those placed before it end.
+    Pisarchyk and Lee 2020, greedy by size. Never worse than one after another: a value starts no later than
+    where those placed before it end.
     """
     placed: list[_Value] = []
     for value in sorted(values, key=lambda v: (-v.width, v.first)):

@@ -10,6 +10,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 PROVENANCE = ("nn_module_stack", "stack_trace")
 
@@ -55,7 +56,7 @@ class Builder:
 
 def set_meta(node: Node, mode: FakeTensorMode, origin: Node | None = None) -> None:
     """Infer meta["val"] of a call from its arguments, and copy where it comes from."""
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     assert callable(node.target), f"{node} is not a call"
     with mode:
         node.meta["val"] = node.target(*args, **kwargs)
@@ -150,13 +151,19 @@ def make_site(
     examples = tuple(leaf.meta["val"] for leaf in leaves)
     fixed = [leaf for leaf in leaves if leaf.op == "get_attr" and leaf not in inputs]
     constants = {leaf.name: held(graph_module, str(leaf.target)) for leaf in fixed}
-    parts = [structure(outputs, leaves), structure(results, leaves), signature(examples), *map(content, constants.values())]
+    parts = [
+        structure(outputs, leaves),
+        structure(results, leaves),
+        signature(examples),
+        *map(content, constants.values()),
+    ]
     key = hashlib.sha256("\n=>\n".join(parts).encode()).hexdigest()[:16]
     # Sites of equal structure share their forms: of 61 equal layers one is ever extracted.
     known = graph_module.meta.setdefault("sites", {})
     if key not in known:
         known[key] = (extract(outputs, leaves), extract(results, leaves), examples, constants)
-    return Site(outputs[0].name, where(outputs[0]), *known[key], key)
+    before, after, examples, constants = known[key]
+    return Site(outputs[0].name, where(outputs[0]), before, after, examples, constants, key)
 
 
 def content(tensor: torch.Tensor) -> str:
@@ -209,7 +216,7 @@ def structure(ends: Sequence[Node], leaves: Sequence[Node]) -> str:
         index[leaf] = len(index)
         lines.append(leaf.name if leaf.op == "placeholder" and leaf.name in STEP_NAMES else "input")
     for node in collect(ends, leaves)[1]:
-        args = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        args = map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
         index[node] = len(index)
         lines.append(f"{node.target} {args}")
     lines.append(str([index[end] for end in ends]))
@@ -222,7 +229,10 @@ def signature(examples: Sequence[Any]) -> str:
     parts = []
     for value in examples:
         if isinstance(value, torch.Tensor):
-            dims = [str(d) if isinstance(d, int) else symbols.setdefault(str(d), f"s{len(symbols)}") for d in value.shape]
+            dims = [
+                str(d) if isinstance(d, int) else symbols.setdefault(str(d), f"s{len(symbols)}")
+                for d in value.shape
+            ]
             parts.append(f"{value.dtype}[{', '.join(dims)}]")
         else:
             parts.append(type(value).__name__)
@@ -231,5 +241,8 @@ def signature(examples: Sequence[Any]) -> str:
 
 # Placeholders whose values must agree with each other, so their role is part of a site's structure.
 STEP_NAMES = frozenset(
-    ("input_ids", "position_ids", "positions", "slot_mapping", "page_table", "seq_lens", "cu_seqlens_q", "logit_rows")
-)
+    (
+        "input_ids", "position_ids", "positions", "slot_mapping", "page_table", "seq_lens", "cu_seqlens_q",
+        "logit_rows",
+    )
+)  # fmt: skip

@@ -79,7 +79,7 @@ Pass = Callable[[GraphModule], PassReport]
 
 
 def run_pass(one: Pass, graph_module: GraphModule) -> PassReport:
-    """Run a pass with its counts and time; what it left unused goes, and the graph is linted and recompiled."""
+    """Run a pass with its counts and time; what it left unused goes, and the graph is linted."""
     start, before = time.perf_counter(), len(graph_module.graph.nodes)
     report = one(graph_module)
     graph_module.graph.eliminate_dead_code()
@@ -93,7 +93,7 @@ def run_pass(one: Pass, graph_module: GraphModule) -> PassReport:
 
 
 def apply_rules(rules: Sequence[Rule], graph_module: GraphModule, report: PassReport) -> PassReport:
-    """Apply every rule at every node, later nodes first so that the largest match is found before its parts."""
+    """Apply every rule at every node, later nodes first: the largest match is found before its parts."""
     for node in reversed(list(graph_module.graph.nodes)):
         for rule in rules:
             if node.op == "call_function" and node.users and apply_rule(rule, graph_module, node, report):
