@@ -6,9 +6,8 @@ from pathlib import Path
 
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.render import render, render_template
-from octavo.compiler.dims import ITEM_BYTES
 from octavo.compiler.host import build_shared_library
-from octavo.compiler.program import DIMS, Buffer, Program, Step
+from octavo.compiler.program import DIMS, Buffer, Program
 from octavo.compiler.version import VERSION
 
 
@@ -66,9 +65,9 @@ def _describe(buffer: Buffer, symbols: dict[str, str]) -> dict[str, object]:
 
 
 def _symbols(buffers: Iterable[Buffer]) -> dict[str, str]:
-    """A C++ name for each buffer, close to its own and different from all others, from sizes and from kernels."""
+    """A C++ name for each buffer, close to its own and different from all others."""
     symbols: dict[str, str] = {}
-    taken = set(DIMS)
+    taken: set[str] = set(DIMS)
     for buffer in buffers:
         stem = re.sub(r"\W", "_", f"{buffer.kind[0]}_{buffer.name}")
         number = 0

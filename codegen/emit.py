@@ -12,7 +12,7 @@ from octavo.codegen.row import arguments, result_dtype, where
 from octavo.compiler.dims import CACHE_NAME, ITEM_BYTES, dim_names, dtype_name, is_view, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.program import STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
-from octavo.passes.plan_memory import ALIGNMENT, MemoryReport, Placement
+from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
 
 ORDER: tuple[BufferKind, ...] = ("input", "cache", "weight", "output", "workspace")
 
@@ -23,9 +23,10 @@ def emit(
     """The launch program of a lowered graph whose memory is planned.
 
     specs   the kernel of every octavo node
-    Buffers come in ORDER, those of a kind as the graph meets them. A weight that several nodes read, under one name
-    or several, is one buffer with the first name. Token tensors lose the graph's leading 1: logits are (L, vocab).
-    Raises CodegenError for a node that has no kernel, no memory, or an argument that cannot be bound.
+    Buffers come in ORDER, those of a kind as the graph meets them. A weight that several nodes read, under
+    one name or several, is one buffer with the first name. Token tensors lose the graph's leading 1: logits
+    are (L, vocab). Raises CodegenError for a node without a kernel or memory, and for an argument
+    that cannot be bound.
     """
     emitter = _Emitter(module, memory)
     for node in module.graph.nodes:

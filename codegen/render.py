@@ -1,4 +1,4 @@
-"""KernelSpec -> source text. The only jinja2.Environment of the project; both template families go through it."""
+"""KernelSpec -> source text. The only jinja2 environments of the project: one per language of templates."""
 
 from functools import cache
 
@@ -15,8 +15,8 @@ _COMMENTS = {".py.jinja": "#", ".cpp.jinja": "//"}
 def render(spec: KernelSpec) -> str:
     """The source of one kernel, after a line that names version, template, parameters and key.
 
-    Templates see their parameters, `name` (the kernel's) and `args` (in call order). A parameter that the template
-    uses and the spec lacks raises jinja2.UndefinedError.
+    Templates see their parameters, `name` (the kernel's) and `args` (in call order). A parameter that the
+    template uses and the spec lacks raises jinja2.UndefinedError.
     """
     parameters = " ".join(f"{name}={value}" for name, value in spec.params)
     header = (

@@ -23,8 +23,8 @@ class Row:
     spec    the kernel to generate
 
     How emit binds the arguments of a KernelSpec, by name (an ending `_ptr` or `_desc` is ignored):
-    pointer, descriptor  an argument of the op's schema -> that tensor's buffer; `out`, or `out_0`, `out_1`, ...
-                         for several results -> the buffer written; a name of the spec's scratch -> that memory
+    pointer, descriptor  an argument of the op's schema -> that tensor's buffer; `out`, or `out_0`, `out_1`,
+                         ... for several results -> the buffer written; a name of the spec's scratch -> that
     scalar               the argument's own `value`, an expression in the step's sizes (see `row_count`)
     """
 

@@ -1,6 +1,6 @@
-"""The selection table of the cpp family. One row per op: what differs between CPUs is left to the C++ compiler."""
+"""The selection table of the cpp family. One row per op: what differs between CPUs, the C++ text decides."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -44,7 +44,8 @@ def add_rms_norm(node: fx.Node, target: Target) -> KernelSpec:
         _pointer("out_0", dtype), _pointer("out_1", dtype), _rows(node),
     )  # fmt: skip
     return _spec(
-        "add_rms_norm", args, f"{dtype}_h{hidden}", dict(dtype=dtype, weight_dtype=weight_dtype, **_norm(node)),
+        "add_rms_norm", args, f"{dtype}_h{hidden}",
+        dict(dtype=dtype, weight_dtype=weight_dtype, **_norm(node)),
         bytes=f"{row_count(node)} * {4 * hidden * ITEM_BYTES[dtype]} + {hidden * ITEM_BYTES[weight_dtype]}",
         flops=f"{row_count(node)} * {5 * hidden}",
     )  # fmt: skip
@@ -60,10 +61,11 @@ def linear(node: fx.Node, target: Target) -> KernelSpec:
     chunks = -(-length // MAX_CHUNK)
     chunk = -(-length // (64 * chunks)) * 64
     item, count = ITEM_BYTES[dtype], row_count(node)
+    row_bytes = length * item + columns * ITEM_BYTES[out_dtype]
     return _spec(
         "linear", tuple(args), f"{dtype}_n{columns}_k{length}",
         dict(dtype=dtype, out_dtype=out_dtype, bias=has_bias, N=columns, K=length, CHUNK=chunk),
-        bytes=f"{count} * {length * item + columns * ITEM_BYTES[out_dtype]} + {columns * (length + has_bias) * item}",
+        bytes=f"{count} * {row_bytes} + {columns * (length + has_bias) * item}",
         flops=f"{count} * {2 * columns * length}",
     )  # fmt: skip
 
@@ -141,10 +143,11 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
     values |= dict(HEADS=heads, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])
     values |= dict(SCALE=float(given["scale"]), SOFTCAP=float(given["softcap"]), **cache)
     width = cache["HEAD_DIM"] + cache["VALUE_DIM"]
+    label = f"{dtype}_{cache_dtype}_h{heads}_{cache['KV_HEADS']}_d{cache['HEAD_DIM']}"
+    key_bytes = cache["KV_HEADS"] * width * ITEM_BYTES[cache_dtype]
     return _spec(
-        "paged_attention", tuple(args), f"{dtype}_{cache_dtype}_h{heads}_{cache['KV_HEADS']}_d{cache['HEAD_DIM']}",
-        values,
-        bytes=f"T * {heads * width * ITEM_BYTES[dtype]} + S * {cache['KV_HEADS'] * width * ITEM_BYTES[cache_dtype]}",
+        "paged_attention", tuple(args), label, values,
+        bytes=f"T * {heads * width * ITEM_BYTES[dtype]} + S * {key_bytes}",
         flops=f"S * {2 * heads * width}",
     )  # fmt: skip
 
@@ -154,7 +157,8 @@ def act_mul(node: fx.Node, target: Target) -> KernelSpec:
     activation = arguments(node)["activation"]
     args = (_pointer("gate_up", dtype), _pointer("out", dtype), _rows(node))
     return _spec(
-        "act_mul", args, f"{dtype}_{activation}_w{width}", dict(dtype=dtype, activation=activation, WIDTH=width),
+        "act_mul", args, f"{dtype}_{activation}_w{width}",
+        dict(dtype=dtype, activation=activation, WIDTH=width),
         bytes=f"{row_count(node)} * {3 * width * ITEM_BYTES[dtype]}",
         flops=f"{row_count(node)} * {16 * width}",
     )  # fmt: skip
@@ -233,7 +237,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def _spec(
-    op: str, args: tuple[Arg, ...], label: str, values: dict[str, Param], bytes: str, flops: str = "0"
+    op: str, args: tuple[Arg, ...], label: str, values: Mapping[str, Param], bytes: str, flops: str = "0"
 ) -> KernelSpec:
     parameters = tuple(values.items())
     return KernelSpec(op, f"cpp/{op}.cpp.jinja", parameters, args, bytes=bytes, flops=flops, label=label)

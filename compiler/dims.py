@@ -1,4 +1,4 @@
-"""The memory of a lowered graph: sizes in the names of a step, dtypes, which nodes only rename or leave it."""
+"""The memory of a lowered graph: sizes by name, dtypes, which nodes rename memory and which leave it."""
 
 import re
 from typing import Any

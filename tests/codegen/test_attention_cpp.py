@@ -1,4 +1,4 @@
-"""The C++ paged attention: against the reference in fp64, over ragged steps, with poison wherever nobody may read."""
+"""The C++ paged attention: against the reference in fp64, with poison wherever nobody may read."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,7 +81,7 @@ def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
 
 @dataclass
 class Inputs:
-    """The tensors of a step: q (T, heads, D), pages in shuffled order, poison in every row that no request owns."""
+    """The tensors of a step: pages in shuffled order, poison in every row that no request owns."""
 
     q: Tensor
     k_cache: Tensor
@@ -105,7 +105,9 @@ def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
     columns = int(pages.max()) + 2
     num_pages = int(pages.sum()) + 3
     order = torch.randperm(num_pages - 1) + 1
-    table = torch.full((len(requests), columns), -7, dtype=torch.int32)  # never a page: reading one is an error
+    table = torch.full(
+        (len(requests), columns), -7, dtype=torch.int32
+    )  # never a page: reading one is an error
     k_cache = torch.full((num_pages, case.kv_heads, case.page_size, case.head_dim), float("nan"))
     v_cache = torch.full((num_pages, case.kv_heads, case.page_size, case.value_dim), float("nan"))
     for r, length in enumerate(lengths.tolist()):
@@ -124,7 +126,14 @@ def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
 
 
 def run(kernels: KernelLibrary, case: Case, inputs: Inputs, num_threads: int = 2) -> tuple[int, Tensor]:
-    tensors = [inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.seq_lens, inputs.cu_seqlens_q]
+    tensors = [
+        inputs.q,
+        inputs.k_cache,
+        inputs.v_cache,
+        inputs.page_table,
+        inputs.seq_lens,
+        inputs.cu_seqlens_q,
+    ]
     tensors += [inputs.sinks] if inputs.sinks is not None else []
     out = guarded(torch.zeros(inputs.q.shape[0], case.heads, case.value_dim, dtype=case.dtype))
     sizes = [inputs.q.shape[0], *inputs.page_table.shape, inputs.k_cache.shape[0]]
@@ -139,7 +148,7 @@ def test_matches_fp64(kernels: KernelLibrary, case: Case, requests: list[tuple[i
     assert code == 0
     options = (case.head_dim**-0.5, case.window, case.softcap)
     expected = torch.ops.octavo.paged_attention(*inputs.reference, *options)[0]
-    # Scores below 8 carry an error of some 1e-6 into the weights, which are relative to a sum of them; values are below 5.
+    # Scores below 8 carry an error of some 1e-6 into the weights, which sum to 1; values are below 5.
     bound = 2e-5 + expected.abs() * rounding(case.dtype)
     assert ((out.double() - expected).abs() <= bound).all()
 
@@ -154,7 +163,8 @@ def test_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name:
     for token in (0, 1, 4, 5, 15, 16, 63, 64, 69):
         alone = Inputs(
             inputs.q[token : token + 1].clone(), inputs.k_cache, inputs.v_cache, inputs.page_table[:1],
-            torch.tensor([token + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), inputs.sinks,
+            torch.tensor([token + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32),
+            inputs.sinks,
         )  # fmt: skip
         assert torch.equal(run(kernels, case, alone)[1][0], together[token])
 
@@ -165,7 +175,10 @@ def test_page_size_does_not_change_a_bit(kernels: KernelLibrary) -> None:
     for case in (small, large):
         inputs = make_inputs(case, [(133, 133)])
         torch.manual_seed(1)
-        keys, values = torch.randn(133, case.kv_heads, case.head_dim), torch.randn(133, case.kv_heads, case.value_dim)
+        keys, values = (
+            torch.randn(133, case.kv_heads, case.head_dim),
+            torch.randn(133, case.kv_heads, case.value_dim),
+        )
         position = torch.arange(133)
         pages = inputs.page_table[0, position // case.page_size].long()
         inputs.k_cache[pages, :, position % case.page_size] = keys

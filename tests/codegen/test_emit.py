@@ -32,7 +32,9 @@ def small_model(dtype: torch.dtype, num_layers: int = 2) -> fx.GraphModule:
     g = LoweredGraph()
     names = ("input_ids", "positions", "slot_mapping", "page_table", "seq_lens", "cu_seqlens_q", "logit_rows")
     ids, positions, slots, *pages, logit_rows = (g.input(name) for name in names)
-    caches = [[g.cache(f"{x}_cache_{i}", KV_HEADS, PAGE, HEAD_DIM, dtype) for x in "kv"] for i in range(num_layers)]
+    caches = [
+        [g.cache(f"{x}_cache_{i}", KV_HEADS, PAGE, HEAD_DIM, dtype) for x in "kv"] for i in range(num_layers)
+    ]
 
     def weight(name: str, *shape: int) -> fx.Node:
         return g.weight(name, (torch.randn(shape) * shape[-1] ** -0.5).to(dtype))
@@ -72,10 +74,12 @@ def compiled(module: fx.GraphModule) -> tuple[Program, dict[fx.Node, KernelSpec]
 
 
 def step_inputs(num_pages: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Three requests: a prefill of 20, a token after 5, a chunk of 3 after 30. Their older keys are in the caches."""
+    """Three requests: a prefill of 20, a token after 5, a chunk of 3 after 30; older keys are cached."""
     new, lengths = torch.tensor([20, 1, 3]), torch.tensor([20, 6, 33])
     table = torch.tensor([[7, 2, 0], [4, 0, 0], [1, 9, 3]], dtype=torch.int32)
-    positions = torch.cat([torch.arange(n - k, n) for k, n in zip(new, lengths, strict=True)])
+    positions = torch.cat(
+        [torch.arange(n - k, n) for k, n in zip(new.tolist(), lengths.tolist(), strict=True)]
+    )
     request = torch.repeat_interleave(torch.arange(3), new)
     torch.manual_seed(1)
     inputs = {
@@ -93,11 +97,17 @@ def step_inputs(num_pages: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def run_step(
-    library: ctypes.CDLL, program: Program, module: fx.GraphModule, inputs: dict[str, Tensor], num_threads: int = 2
+    library: ctypes.CDLL,
+    program: Program,
+    module: fx.GraphModule,
+    inputs: dict[str, Tensor],
+    num_threads: int = 2,
 ) -> Tensor:
     """One call of octavo_step, with the workspace full of NaN."""
     requests, columns = inputs["page_table"].shape
-    dims = dict(zip(DIMS, (24, requests, 3, columns, inputs["k_cache_0"].shape[0]), strict=True))
+    dims: dict[str, int] = dict(
+        zip(DIMS, (24, requests, 3, columns, inputs["k_cache_0"].shape[0]), strict=True)
+    )
     workspace = torch.full((evaluate(program.workspace, dims) // 4,), float("nan"))
     logits = torch.zeros(3, VOCAB)
     tensors = []
@@ -121,7 +131,9 @@ def test_step_equals_the_graph(features: str, dtype: torch.dtype) -> None:
     logits = run_step(library, program, module, inputs)
     leading = {"input_ids", "positions"}
     with torch.no_grad():
-        (expected,) = module(*(value[None] if name in leading else value for name, value in eager_inputs.items()))
+        (expected,) = module(
+            *(value[None] if name in leading else value for name, value in eager_inputs.items())
+        )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     assert (logits - expected[0].float()).abs().max() < tolerance
     for name in ("k_cache_1", "v_cache_1"):
@@ -134,7 +146,12 @@ def test_program_lists_every_buffer_once() -> None:
     program, _ = compiled(module)
     names = [buffer.name for buffer in program.buffers]
     assert len(set(names)) == len(names)
-    assert [buffer.name for buffer in program.of_kind("cache")] == ["k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"]
+    assert [buffer.name for buffer in program.of_kind("cache")] == [
+        "k_cache_0",
+        "v_cache_0",
+        "k_cache_1",
+        "v_cache_1",
+    ]
     assert "embed.weight" in names and "head.weight" not in names  # tied
     (logits,) = program.of_kind("output")
     assert (logits.dtype, logits.shape) == ("fp32", ("L", VOCAB))
@@ -152,7 +169,10 @@ def test_text_holds_a_kernel_once_however_many_layers() -> None:
         texts[num_layers] = program_source(program, specs.values())
     defined = {n: re.findall(r"^static int (\w+)\(", text, re.M) for n, text in texts.items()}
     assert defined[1] == defined[3] and len(set(defined[1])) == len(defined[1])
-    assert len(re.findall(r"if \(int error = ", texts[3])) - len(re.findall(r"if \(int error = ", texts[1])) == 2 * 9
+    assert (
+        len(re.findall(r"if \(int error = ", texts[3])) - len(re.findall(r"if \(int error = ", texts[1]))
+        == 2 * 9
+    )
 
 
 def test_says_which_kernel_is_missing() -> None:
@@ -160,7 +180,9 @@ def test_says_which_kernel_is_missing() -> None:
     memory, specs = plan_memory(module.graph), specs_of(module)
     node = next(node for node in module.graph.nodes if op_name(node) == "act_mul")
     del specs[node]
-    with pytest.raises(CodegenError, match=f"no kernel was chosen for octavo.act_mul.default .node {node.name}"):
+    with pytest.raises(
+        CodegenError, match=f"no kernel was chosen for octavo.act_mul.default .node {node.name}"
+    ):
         emit(module, specs, memory, PAGE)
 
 
@@ -175,9 +197,11 @@ def test_says_when_memory_was_not_planned() -> None:
 def test_refuses_a_kernel_that_disagrees_with_its_buffer() -> None:
     graph = LoweredGraph()
     ids = graph.input("input_ids")
-    module = graph.finish(graph.call("embedding", ids, graph.weight("w", torch.zeros(5, 8, dtype=torch.bfloat16))))
+    module = graph.finish(
+        graph.call("embedding", ids, graph.weight("w", torch.zeros(5, 8, dtype=torch.bfloat16)))
+    )
     memory = plan_memory(module.graph)
-    with pytest.raises(CodegenError, match="embedding.* reads or writes out as bf16, but logits is fp32"):
+    with pytest.raises(CodegenError, match=r"embedding.* reads or writes out as bf16, but logits is fp32"):
         emit(module, specs_of(module), memory, PAGE)
 
 

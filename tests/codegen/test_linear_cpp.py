@@ -1,4 +1,4 @@
-"""The C++ linear kernel: against fp64 within the bound of its arithmetic, and bitwise the same however it is batched."""
+"""The C++ linear kernel: within the bound of its arithmetic, and bitwise the same however it is batched."""
 
 from functools import cache
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
 from lowered import LoweredGraph
+from torch import Tensor
+
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.errors import CodegenError
-from torch import Tensor
 
 SHAPES = ((5, 7), (16, 16), (960, 576), (37, 1000), (101, 1537))  # N, K
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,14 +33,18 @@ def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
     return KernelLibrary([*specs, spec_of(37, 1000, torch.bfloat16, False, is_logits=True)], request.param)
 
 
-def run(kernels: KernelLibrary, spec: KernelSpec, x: Tensor, weights: list[Tensor], num_threads: int = 2) -> Tensor:
+def run(
+    kernels: KernelLibrary, spec: KernelSpec, x: Tensor, weights: list[Tensor], num_threads: int = 2
+) -> Tensor:
     out_dtype = torch.float32 if dict(spec.params)["out_dtype"] == "fp32" else torch.bfloat16
     out = guarded(torch.zeros(x.shape[0], weights[0].shape[0], dtype=out_dtype))
     assert kernels(spec, [x, *weights, out], [x.shape[0]], num_threads) == 0
     return out
 
 
-def operands(rows: int, columns: int, length: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, list[Tensor]]:
+def operands(
+    rows: int, columns: int, length: int, dtype: torch.dtype, bias: bool
+) -> tuple[Tensor, list[Tensor]]:
     torch.manual_seed(rows + columns + length)
     weights = [guarded(torch.randn(columns, length).to(dtype))]
     weights += [guarded(torch.randn(columns).to(dtype))] if bias else []
@@ -49,13 +54,15 @@ def operands(rows: int, columns: int, length: int, dtype: torch.dtype, bias: boo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("columns", "length"), SHAPES)
-def test_matches_fp64(kernels: KernelLibrary, columns: int, length: int, bias: bool, dtype: torch.dtype) -> None:
+def test_matches_fp64(
+    kernels: KernelLibrary, columns: int, length: int, bias: bool, dtype: torch.dtype
+) -> None:
     for rows in (1, 3, 17, 129):
         x, weights = operands(rows, columns, length, dtype, bias)
         out = run(kernels, spec_of(columns, length, dtype, bias), x, weights)
         wide = [t.double() for t in (x, *weights)]
         expected = torch.ops.octavo.linear(*wide)
-        # Every product takes part in at most K / 4 + 20 additions (lanes of the narrowest vector, trees, chunks).
+        # Every product takes part in at most K / 4 + 20 additions: narrowest lanes, trees, chunks.
         magnitude = torch.ops.octavo.linear(*(t.abs() for t in wide))
         bound = magnitude * (length / 4 + 20) * rounding(torch.float32) + expected.abs() * rounding(dtype)
         assert ((out.double() - expected).abs() <= bound).all()
@@ -89,5 +96,5 @@ def test_refuses_mixed_dtypes() -> None:
     weight = graph.weight("w", torch.zeros(4, 16))
     node = graph.call("linear", x, weight)
     weight.meta["val"] = graph.mode.from_tensor(torch.zeros(4, 16, dtype=torch.bfloat16), static_shapes=True)
-    with pytest.raises(CodegenError, match="no cpu kernel for linear .*got x float32, weight bfloat16"):
+    with pytest.raises(CodegenError, match=r"no cpu kernel for linear .*got x float32, weight bfloat16"):
         cpp_spec(node)

@@ -46,7 +46,9 @@ def test_control_lines_leave_nothing_behind() -> None:
     text = render(KernelSpec("linear", "cpp/linear.cpp.jinja", params, ()))
     assert "//%" not in text and "{%" not in text and "\n\n" not in text
     assert "const fp32* bias," in text
-    plain = render(KernelSpec("linear", "cpp/linear.cpp.jinja", (*params[:2], ("bias", False), *params[3:]), ()))
+    plain = render(
+        KernelSpec("linear", "cpp/linear.cpp.jinja", (*params[:2], ("bias", False), *params[3:]), ())
+    )
     assert "bias" not in plain.split("\n", 1)[1]
 
 
@@ -57,5 +59,5 @@ def test_python_templates_use_their_own_comments() -> None:
 
 
 def test_unknown_suffix_is_refused() -> None:
-    with pytest.raises(ValueError, match="a template ends with one of .py.jinja, .cpp.jinja"):
+    with pytest.raises(ValueError, match=r"a template ends with one of .py.jinja, .cpp.jinja"):
         render_template("cpp/add.txt")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
 from lowered import LoweredGraph
+from torch import Tensor
+
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.rows_cpp import ROWS
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.ops.mlp import ACTIVATIONS
-from torch import Tensor
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (FP32, BF16)
@@ -50,7 +51,12 @@ def pick_spec(op: str, width: int, dtype: torch.dtype) -> KernelSpec:
 
 
 # heads, kv_heads, head_dim, value_dim, rotary_dim, page_size, interleaved
-ROPES = ((9, 3, 64, 64, 64, 16, False), (4, 4, 16, 16, 16, 64, True), (8, 1, 10, 7, 6, 16, False), (2, 1, 10, 7, 6, 16, True))
+ROPES = (
+    (9, 3, 64, 64, 64, 16, False),
+    (4, 4, 16, 16, 16, 64, True),
+    (8, 1, 10, 7, 6, 16, False),
+    (2, 1, 10, 7, 6, 16, True),
+)
 
 
 @cache
@@ -84,12 +90,24 @@ def write_spec(op: str, shape: tuple[int, ...], dtype: torch.dtype, cache_dtype:
 
 @pytest.fixture(scope="module", params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
-    specs = [norm_spec(op, w, d, o) for op in ("rms_norm", "add_rms_norm") for w in WIDTHS for d in DTYPES for o in (0.0, 1.0)]
+    specs = [
+        norm_spec(op, w, d, o)
+        for op in ("rms_norm", "add_rms_norm")
+        for w in WIDTHS
+        for d in DTYPES
+        for o in (0.0, 1.0)
+    ]
     specs += [two_spec("add", w, d) for w in WIDTHS for d in DTYPES]
     specs += [two_spec("act_mul", w, d, a) for w in WIDTHS for d in DTYPES for a in ACTIVATIONS]
     specs += [pick_spec(op, w, d) for op in ("embedding", "gather_logits") for w in WIDTHS for d in DTYPES]
     specs += [rope_spec(shape, d, t) for shape in ROPES for d in DTYPES for t in DTYPES]
-    specs += [write_spec(op, s, d, c) for op in ("kv_write", "rope_kv_write") for s in ROPES for d in DTYPES for c in DTYPES]
+    specs += [
+        write_spec(op, s, d, c)
+        for op in ("kv_write", "rope_kv_write")
+        for s in ROPES
+        for d in DTYPES
+        for c in DTYPES
+    ]
     return KernelLibrary(specs, request.param)
 
 
@@ -182,11 +200,16 @@ def test_rows_are_picked(kernels: KernelLibrary, width: int, dtype: torch.dtype)
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ROPES, ids=str)
-def test_rope(kernels: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+def test_rope(
+    kernels: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype, table_dtype: torch.dtype
+) -> None:
     heads, _, head_dim, _, rotary_dim, _, interleaved = shape
     for tokens in TOKENS:
         x = draw(tokens, heads, head_dim, dtype=dtype)
-        cos, sin = draw(tokens, rotary_dim, dtype=table_dtype), draw(1, tokens, rotary_dim, dtype=table_dtype)[0]
+        cos, sin = (
+            draw(tokens, rotary_dim, dtype=table_dtype),
+            draw(1, tokens, rotary_dim, dtype=table_dtype)[0],
+        )
         out = torch.empty_like(x)
         call(kernels, rope_spec(shape, dtype, table_dtype), [x, cos, sin, out], tokens)
         wide = [t[None].double() for t in (x, cos, sin)]
@@ -196,13 +219,17 @@ def test_rope(kernels: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype
 
 def pages(shape: tuple[int, ...], cache_dtype: torch.dtype) -> list[Tensor]:
     _, kv_heads, head_dim, value_dim, _, page_size, _ = shape
-    return [torch.full((13, kv_heads, page_size, dim), 77.0, dtype=cache_dtype) for dim in (head_dim, value_dim)]
+    return [
+        torch.full((13, kv_heads, page_size, dim), 77.0, dtype=cache_dtype) for dim in (head_dim, value_dim)
+    ]
 
 
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ROPES, ids=str)
-def test_kv_write(kernels: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+def test_kv_write(
+    kernels: KernelLibrary, shape: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     _, kv_heads, head_dim, value_dim, _, page_size, _ = shape
     for tokens in TOKENS:
         k, v = draw(tokens, kv_heads, head_dim, dtype=dtype), draw(tokens, kv_heads, value_dim, dtype=dtype)
@@ -231,7 +258,14 @@ def test_rope_kv_write(
         spec = write_spec("rope_kv_write", shape, dtype, cache_dtype)
         call(kernels, spec, [qkv, cos, sin, positions, slots, *actual, out], tokens, 13)
         q = torch.ops.octavo.rope_kv_write(
-            qkv[None].double(), cos.double(), sin.double(), positions[None], slots, *expected, heads, bool(interleaved)
+            qkv[None].double(),
+            cos.double(),
+            sin.double(),
+            positions[None],
+            slots,
+            *expected,
+            heads,
+            bool(interleaved),
         )[0]
         assert is_close(out, q, 30.0)
         # Keys are rounded to the activations' dtype, then to the pages'.
@@ -259,7 +293,9 @@ def test_refuses_to_leave_its_buffers(kernels: KernelLibrary) -> None:
 
 
 def test_every_row_has_its_reasons() -> None:
-    with pytest.raises(CodegenError, match="activation must be one of silu, gelu, gelu_tanh, relu, got 'swish'"):
+    with pytest.raises(
+        CodegenError, match="activation must be one of silu, gelu, gelu_tanh, relu, got 'swish'"
+    ):
         two_spec("act_mul", 16, FP32, "swish")
     with pytest.raises(CodegenError, match="expected fp32 or bf16, one for all, got x float16"):
         norm_spec("rms_norm", 16, torch.float16)

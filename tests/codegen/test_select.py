@@ -6,7 +6,7 @@ from lowered import LoweredGraph
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.row import Row, always, arguments, op_name, where
+from octavo.codegen.row import Row, arguments, op_name, where
 from octavo.codegen.select import TABLE, select
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.ops import OPS
@@ -32,14 +32,22 @@ def node() -> fx.Node:
 
 
 def test_first_row_that_fits_wins(node: fx.Node) -> None:
-    rows = (row("other", op="linear"), row("wide", "hidden is 32, not a multiple of 64"), row("plain"), row("later"))
+    rows = (
+        row("other", op="linear"),
+        row("wide", "hidden is 32, not a multiple of 64"),
+        row("plain"),
+        row("later"),
+    )
     selection = select(node, CPU, {"cpp": rows})
     assert (selection.row, selection.spec) == ("plain", spec_named("plain"))
     assert selection.skipped == (("wide", "hidden is 32, not a multiple of 64"),)
 
 
 def test_no_row_names_node_module_and_reasons(node: fx.Node) -> None:
-    node.meta["nn_module_stack"] = {"L0": ("model.layers.0", "Layer"), "L1": ("model.layers.0.norm", "RMSNorm")}
+    node.meta["nn_module_stack"] = {
+        "L0": ("model.layers.0", "Layer"),
+        "L1": ("model.layers.0.norm", "RMSNorm"),
+    }
     node.meta["stack_trace"] = '  File "modeling.py", line 212, in forward\n    return self.norm(x)'
     with pytest.raises(CodegenError) as error:
         select(node, CPU, {"cpp": (row("wide", "hidden is 32"), row("tall", "hidden is not 7"))})
@@ -56,7 +64,7 @@ def test_arguments_have_names_and_defaults(node: fx.Node) -> None:
     assert list(given) == ["x", "weight", "eps", "offset"]
     assert (given["eps"], given["offset"]) == (1e-5, 0.0)
     assert op_name(node) == "rms_norm" and op_name(given["x"]) is None
-    assert where(given["x"]) == "node x" and always(node, CPU) is None
+    assert where(given["x"]) == "node x"
 
 
 @pytest.mark.parametrize("family", ["cpp", "triton"])

@@ -13,7 +13,9 @@ from octavo.compiler.host import LEVELS, build_shared_library
 from octavo.compiler.program import DIMS
 
 TEXT = """
-extern "C" void test_exp(const float* x, float* y, int64_t count) { for (i64 i = 0; i < count; ++i) y[i] = exp_fp32(x[i]); }
+extern "C" void test_exp(const float* x, float* y, int64_t count) {
+    for (i64 i = 0; i < count; ++i) y[i] = exp_fp32(x[i]);
+}
 extern "C" void test_narrow(const float* x, uint16_t* y, int64_t count) {
     for (i64 i = 0; i < count; ++i) y[i] = narrow<bf16>(x[i]).bits;
 }
@@ -39,7 +41,9 @@ def test_exp_is_within_two_ulp(library: ctypes.CDLL) -> None:
 
 
 def test_exp_at_the_edges(library: ctypes.CDLL) -> None:
-    x = torch.tensor([float("-inf"), -1e30, -104.0, -100.0, -88.0, 0.0, -0.0, 88.8, float("inf"), float("nan")])
+    x = torch.tensor(
+        [float("-inf"), -1e30, -104.0, -100.0, -88.0, 0.0, -0.0, 88.8, float("inf"), float("nan")]
+    )
     y = apply(library, "test_exp", x, torch.empty_like(x))
     assert torch.allclose(y, torch.exp(x.double()).float(), rtol=1e-6, atol=3e-45, equal_nan=True)
     assert y[0] == 0.0 and y[5] == 1.0 and y[8] == float("inf")

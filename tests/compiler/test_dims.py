@@ -23,12 +23,14 @@ def test_names_symbols_by_the_inputs_that_hold_them() -> None:
 def test_refuses_a_size_without_a_name() -> None:
     g = LoweredGraph()
     ids = g.input("input_ids")
-    with pytest.raises(IllegalGraphError, match="size .* holds"):
+    with pytest.raises(IllegalGraphError, match=r"size .* holds"):
         to_dim(ids.meta["val"].shape[1], {})
 
 
 def test_refuses_other_dtypes() -> None:
-    with pytest.raises(IllegalGraphError, match="dtype must be one of fp32, bf16, i32, i64, got torch.float16"):
+    with pytest.raises(
+        IllegalGraphError, match=r"dtype must be one of fp32, bf16, i32, i64, got torch.float16"
+    ):
         dtype_name(torch.zeros(1, dtype=torch.float16))
 
 

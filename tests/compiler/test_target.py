@@ -24,14 +24,16 @@ def test_b200_is_described() -> None:
 
 
 def test_unknown_target_lists_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="target: expected one of b200.*cpu.*, got 'b2000'"):
+    with pytest.raises(OptionError, match=r"target: expected one of b200.*cpu.*, got 'b2000'"):
         load_target("b2000")
-    with pytest.raises(OptionError, match="got '../cpu'"):
+    with pytest.raises(OptionError, match=r"got '\.\./cpu'"):
         load_target("../cpu")
 
 
 def test_file_with_wrong_entries_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"x.toml: missing entries \['page_size'\], unknown entries \['smem'\]"):
+    with pytest.raises(
+        OptionError, match=r"x.toml: missing entries \['page_size'\], unknown entries \['smem'\]"
+    ):
         parse_target({"name": "x", "family": "cpp", "smem": 1}, "x.toml")
     with pytest.raises(OptionError, match="family must be cpp or triton, got 'cuda'"):
         parse_target(MINIMAL | {"family": "cuda"}, "x.toml")

@@ -1,4 +1,4 @@
-"""The memory plan: nothing that lives overlaps, what is one piece of memory has one place, and it never costs more."""
+"""The memory plan: nothing that lives overlaps, aliases share a place, and it never costs more."""
 
 import operator
 
@@ -24,7 +24,7 @@ def placements(node: fx.Node) -> tuple[Placement, ...]:
 def clashes(graph: fx.Graph) -> list[str]:
     """Brute force: run the step on a memory that remembers who wrote each 64 bytes per token last.
 
-    Every reader must find what its argument's node wrote, except where an op overwrites its argument in place.
+    Every reader must find what its argument's node wrote, and an op overwrites an argument only in place.
     """
     writer: dict[int, str] = {}
     found = []
@@ -36,16 +36,25 @@ def clashes(graph: fx.Graph) -> list[str]:
                 for line in range(place.offset, place.offset + place.width, ALIGNMENT):
                     if writer.get(line) != place.name:
                         found.append(f"{node.name} reads {place.name}, finds {writer.get(line)}")
-        own = [(place, line) for place in placements(node) for line in range(place.offset, place.offset + place.width, ALIGNMENT)]
+        own = [
+            (place, line)
+            for place in placements(node)
+            for line in range(place.offset, place.offset + place.width, ALIGNMENT)
+        ]
         if len({line for _, line in own}) != len(own):
             found.append(f"results of {node.name} overlap")
-        allowed = {
-            place.name
-            for result, arguments in IN_PLACE.get(node.target, {}).items()
-            for position in arguments
-            for place in placements(node.args[position])
-            if (place.offset, place.width) == (placements(node)[result].offset, placements(node)[result].width)
-        } if placements(node) else set()
+        allowed = (
+            {
+                place.name
+                for result, arguments in IN_PLACE.get(node.target, {}).items()
+                for position in arguments
+                for place in placements(node.args[position])
+                if (place.offset, place.width)
+                == (placements(node)[result].offset, placements(node)[result].width)
+            }
+            if placements(node)
+            else set()
+        )
         read = {place.name for source in node.all_input_nodes for place in placements(source)}
         for place, line in own:
             if writer.get(line) in read - allowed:
@@ -92,7 +101,9 @@ def test_nothing_that_lives_is_overwritten(choices: list[tuple[int, int, int]]) 
     assert report.peak <= report.naive
     ends = [place.offset + place.width for node in graph.nodes for place in placements(node)]
     assert report.peak == max(ends)
-    assert all(p.offset % ALIGNMENT == p.width % ALIGNMENT == 0 for node in graph.nodes for p in placements(node))
+    assert all(
+        p.offset % ALIGNMENT == p.width % ALIGNMENT == 0 for node in graph.nodes for p in placements(node)
+    )
 
 
 def test_the_check_sees_a_clash() -> None:
@@ -160,5 +171,7 @@ def test_refuses_a_value_that_does_not_scale_with_tokens() -> None:
     g.input("input_ids")
     caches = [g.cache(name, 1, 16, 8, torch.float32) for name in ("k_cache_0", "v_cache_0")]
     graph = g.finish(g.call("add", g.call("add", *caches), caches[0])).graph
-    with pytest.raises(IllegalGraphError, match="plan_memory: a value must hold a fixed number of elements per token"):
+    with pytest.raises(
+        IllegalGraphError, match="plan_memory: a value must hold a fixed number of elements per token"
+    ):
         plan_memory(graph)

@@ -13,8 +13,8 @@ from octavo.compiler.host import LEVELS, build_shared_library, can_run
 from octavo.compiler.program import DIMS
 from octavo.compiler.target import load_target
 
-# Torch and the kernels each have a pool of threads that spin for a while after their work; two pools on few cores
-# slow each other down a hundredfold.
+# Torch and the kernels each have a pool of threads that spin for a while after their work; two pools on few
+# cores slow each other down a hundredfold.
 torch.set_num_threads(1)
 
 # The levels whose code runs here; the others are compiled only.
@@ -32,7 +32,13 @@ class KernelLibrary:
         distinct = {spec.name: spec for spec in specs}.values()
         kernels = [render(spec) for spec in distinct] + [_entry(spec) for spec in distinct] + [text]
         source = render_template(
-            "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=kernels, buffers=(), steps=(), workspace="0"
+            "cpp/program.cpp.jinja",
+            version="test",
+            dims=DIMS,
+            kernels=kernels,
+            buffers=(),
+            steps=(),
+            workspace="0",
         )
         self.library = ctypes.CDLL(str(build_shared_library(source, features)))
 
@@ -49,11 +55,13 @@ class KernelLibrary:
 
 def _entry(spec: KernelSpec) -> str:
     """An exported function that calls one kernel: pointers and sizes from an array each."""
-    values = []
+    values: list[str] = []
     for arg in spec.args:
         index = sum(value.startswith("(" if arg.kind == "pointer" else "s") for value in values)
         values.append(f"({arg.dtype}*)pointers[{index}]" if arg.kind == "pointer" else f"scalars[{index}]")
-    head = f'extern "C" int test_{spec.name}(void* const* pointers, const int64_t* scalars, int32_t num_threads)'
+    head = (
+        f'extern "C" int test_{spec.name}(void* const* pointers, const int64_t* scalars, int32_t num_threads)'
+    )
     return f"{head} {{ return {spec.name}({', '.join(values)}, num_threads); }}\n"
 
 

@@ -1,4 +1,4 @@
-"""Builds lowered graphs by hand, as the pipeline would leave them: symbolic sizes, step inputs, caches, weights."""
+"""Builds lowered graphs by hand, as the pipeline leaves them: symbolic sizes, inputs, caches, weights."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.node import map_arg
 
 from octavo.compiler import ops  # noqa: F401  (registers the dialect)
 from octavo.compiler.program import STEP_INPUTS
@@ -28,16 +29,20 @@ class LoweredGraph:
         dtype, shape = STEP_INPUTS[name]
         sizes = [HINTS[str(size)] for size in shape]
         lead = [1] if name in ("input_ids", "positions") else []
-        return self.placeholder(name, torch.zeros(lead + sizes, dtype=DTYPES[dtype]), range(len(lead), len(lead + sizes)))
+        return self.placeholder(
+            name, torch.zeros(lead + sizes, dtype=DTYPES[dtype]), range(len(lead), len(lead + sizes))
+        )
 
     def cache(self, name: str, kv_heads: int, page_size: int, dim: int, dtype: torch.dtype) -> fx.Node:
-        return self.placeholder(name, torch.zeros(HINTS["num_pages"], kv_heads, page_size, dim, dtype=dtype), [0])
+        return self.placeholder(
+            name, torch.zeros(HINTS["num_pages"], kv_heads, page_size, dim, dtype=dtype), [0]
+        )
 
     def placeholder(self, name: str, value: Tensor, dynamic: Any) -> fx.Node:
         kinds = [DimDynamic.DUCK if axis in dynamic else DimDynamic.STATIC for axis in range(value.dim())]
         node = self.graph.placeholder(name)
         assert node.name == name
-        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
         node.meta["val"] = self.mode.from_tensor(value, symbolic_context=context)
         return node
 
@@ -65,7 +70,7 @@ class LoweredGraph:
     def function(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
-            values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+            values, named = map_arg((args, kwargs), lambda n: n.meta["val"])
             node.meta["val"] = target(*values, **named)
         return node
 
