@@ -47,9 +47,10 @@ def _calls(program: Program, symbols: dict[str, str]) -> list[dict[str, object]]
         new = [by_name[a] for a in step.args if isinstance(a, str) and a in by_name and a not in seen]
         new = [buffer for buffer in dict.fromkeys(new) if buffer.kind == "workspace"]
         seen.update(buffer.name for buffer in new)
-        args = [symbols.get(arg, arg) if isinstance(arg, str) else arg for arg in step.args]
+        args = [symbols.get(arg, _in_cpp(arg)) if isinstance(arg, str) else arg for arg in step.args]
+        described = [_describe(buffer, symbols) for buffer in new]
         calls.append(
-            {"kernel": step.kernel, "args": args, "new_buffers": [_describe(b, symbols) for b in new]}
+            {"kernel": step.kernel, "args": args, "new_buffers": described, "when": _in_cpp(step.when)}
         )
     return calls
 
@@ -59,9 +60,14 @@ def _describe(buffer: Buffer, symbols: dict[str, str]) -> dict[str, object]:
     return {
         "symbol": symbols[buffer.name],
         "dtype": buffer.dtype,
-        "offset": buffer.offset,
+        "offset": _in_cpp(str(buffer.offset)),
         "note": f"{buffer.kind} {buffer.name} ({shape})",
     }
+
+
+def _in_cpp(expression: str) -> str:
+    """An expression or condition on sizes, which are never negative, as C++ spells it."""
+    return expression.replace("//", "/")
 
 
 def _symbols(buffers: Iterable[Buffer]) -> dict[str, str]:

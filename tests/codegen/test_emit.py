@@ -221,3 +221,7 @@ def test_binds_launches_and_scratch_of_one_node() -> None:
     dims = dict(T=5, R=11, L=1, P=1, num_pages=1)
     assert evaluate(str(scratch.offset), dims) == memory.peak * 5
     assert evaluate(program.workspace, dims) == memory.peak * 5 + 192  # 11 * 3 * 4 bytes in lines of 64
+    text = program_source(program, [*specs.values(), second])
+    assert f"if (T <= 16)\n    if (int error = {first.name}(" in text
+    assert f"if (T > 16)\n    if (int error = {second.name}(w_{node.name}_partial," in text
+    assert f"workspace + {memory.peak} * T);" in text
