@@ -1,6 +1,7 @@
 """`octavo.compile` and `octavo.load`: the straight line from a model to an artifact and to tokens."""
 
 import copy
+import functools
 import os
 import shutil
 import tempfile
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.compiler.artifact import Artifact
+from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
 from octavo.compiler.capture import Captured, capture
+from octavo.compiler.chat import Message, encode_chat
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.eager_runner import EagerRunner
@@ -39,7 +41,7 @@ from octavo.compiler.whole_model import check_whole_model
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner, NativeRunner
 from octavo.runtime.request import Completion, SamplingParams, Token
-from octavo.runtime.tokenizer import load_tokenizer
+from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -72,6 +74,8 @@ def compile(
         dump=None if dump is None else Path(dump),
     )
     _check(options)
+    if output is not None:
+        check_replaceable(output)  # now, not after a minute of work
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)
         bars("capture")("torch.export", 0, 1)
@@ -81,6 +85,7 @@ def compile(
         dumps.write_capture(captured.graph_module)
         lowered = lower(captured, options, settings, pipeline, bars("passes"), dumps)
         built = build(lowered.graph_module, chosen, settings.page_size, bars("kernels"))
+        bars("pack")("weights and hashes", 0, 1)
         compiled = _pack(output, captured, lowered, built, options, settings, chosen, dumps, tokenizer)
         if built.missing:
             warnings.warn(
@@ -88,7 +93,12 @@ def compile(
             )
         if options.verify == "full" and chosen.family == "cpp":
             bars("verify")("logits of the whole model", 0, 1)
-            check_whole_model(source, compiled.artifact, compiled.runner(num_pages=64))
+            try:
+                check_whole_model(source, compiled.artifact, compiled.runner(num_pages=64))
+            except BaseException:
+                shutil.rmtree(compiled.path)  # nobody shall find what was not proven
+                raise
+    compiled.seconds = dict(bars.seconds)
     return compiled
 
 
@@ -104,10 +114,16 @@ class Compiled:
         self.artifact = artifact
         self._temporary = temporary  # lives as long as this object
         self._engine: Engine | None = None
+        self.seconds: dict[str, float] = {}  # of each phase of the compilation that made it, if one did
 
     @property
     def path(self) -> Path:
         return self.artifact.path
+
+    @functools.cached_property
+    def tokenizer(self) -> FileTokenizer | None:
+        """The artifact's own, or None."""
+        return load_tokenizer(self.artifact)
 
     def runner(self, num_pages: int | None = None, num_threads: int | None = None) -> ModelRunner:
         """What runs a step: the host program, or the eager references where it cannot be built."""
@@ -123,7 +139,7 @@ class Compiled:
     ) -> Engine:  # fmt: skip
         """A serving engine of its own, with the page pool and the limits given."""
         return Engine(
-            self.runner(num_pages, num_threads), self.artifact.model, load_tokenizer(self.artifact),
+            self.runner(num_pages, num_threads), self.artifact.model, self.tokenizer,
             max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
             seed=seed,
         )  # fmt: skip
@@ -139,6 +155,14 @@ class Compiled:
     ) -> Iterator[Token]:
         """Tokens as they come; closing the iterator ends its requests and frees their pages."""
         return self._own_engine().stream(prompts, params)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """The answer to a conversation ({"role": ..., "content": ...}), through the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation. variables: what else the template reads. Raises RequestError."""
+        return encode_chat(self.artifact, self.tokenizer, messages, **variables)
 
     def _own_engine(self) -> Engine:
         if self._engine is None:

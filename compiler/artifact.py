@@ -94,7 +94,7 @@ class Artifact:
         """
         final = Path(os.path.realpath(path))
         _check_given(final, manifest, program, weights, files)
-        _check_replaceable(final)
+        check_replaceable(final)
         building = final.with_name(f".{final.name}.{secrets.token_hex(6)}.part")
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -160,8 +160,9 @@ def _check_given(
             raise damaged(final / name, "a file that the artifact does not write itself", name)
 
 
-def _check_replaceable(final: Path) -> None:
-    """Only an artifact that holds nothing else, an empty directory, or nothing at all may be replaced."""
+def check_replaceable(path: Path | str) -> None:
+    """ArtifactError unless `path` is an artifact that holds nothing else, an empty directory, or nothing."""
+    final = Path(os.path.realpath(path))
     if not os.path.lexists(final) or (final.is_dir() and not any(final.iterdir())):
         return
     advice = "nothing was changed; choose another path or remove it yourself"

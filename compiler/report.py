@@ -1,14 +1,22 @@
-"""What a compilation did, as data and as text."""
+"""What a compilation did, as data and as tables that fit 80 columns."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from octavo.compiler.artifact import Artifact
+
+WIDTH = 80
+MAX_REASONS = 3
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,49 +30,103 @@ class Report:
         return cls(json.loads(artifact.read("report.json")))
 
     def __str__(self) -> str:
-        console = Console(width=120, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            console.print(self.pass_table())
-            console.print(self.kernel_table())
-        return capture.get()
+        return as_text(self.pass_table(), self.kernel_table())
 
     def pass_table(self) -> RenderableType:
         """Every pass: what it matched, rejected and nearly matched, and its proof."""
-        table = Table(title="passes", title_justify="left")
-        for name in ("pass", "matched", "rejected", "near misses", "nodes", "ms", "proof"):
-            table.add_column(name, justify="left" if name in ("pass", "proof") else "right")
-        for row in self.data["passes"]:
-            table.add_row(
-                row["pass"], str(row["matched"]), str(row["rejected"]), str(row["near_misses"]),
-                f"{row['nodes_before']} -> {row['nodes_after']}", f"{row['ms']:.0f}", _proof(row),
-            )  # fmt: skip
-        return table
+        return pass_table(self.data["passes"])
 
     def kernel_table(self) -> RenderableType:
         """Every distinct kernel and what is known of it without running it."""
         return kernel_table(self.data["kernels"])
 
 
-def _proof(row: dict[str, Any]) -> str:
-    if not row["proven_sites"]:
-        return "-"
-    return f"{row['proven_sites']} sites, error {row['worst_error']:.1e} <= {row['error_bound']:.1e}"
+def as_text(*renderables: RenderableType, width: int = WIDTH) -> str:
+    """As it looks on a terminal of that width, without colours and trailing blanks."""
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(*renderables, sep="\n")
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
-COLUMNS = {
-    "name": "kernel", "when": "when", "registers": "regs", "spill_bytes": "spills", "shared_bytes": "smem",
-    "tmem_columns": "tmem", "num_warps": "warps", "instructions": "instr", "key_opcodes": "key instructions",
-    "bytes": "bytes", "flops": "flops",
-}  # fmt: skip
-
-
-def kernel_table(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """Registers, spills, memories and instruction census of cubins, or bytes and FLOPs of host code."""
-    table = Table(title="kernels", title_justify="left")
-    shown = [name for name in COLUMNS if rows and name in rows[0]]
-    for name in shown:
-        text = name in ("name", "when", "key_opcodes", "bytes", "flops")
-        table.add_column(COLUMNS[name], justify="left" if text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in shown))
+def plain_table(title: str, *names: str, left: Sequence[str] = ()) -> Table:
+    """A table without vertical lines; numbers to the right, the columns of `left` to the left."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     return table
+
+
+def pass_table(rows: Sequence[Row]) -> RenderableType:
+    """sites: distinct ones, each proven once; error: the worst of them, relative, beside the bound it keeps.
+
+    `nodes` counts the graph after the pass. Below the table are the first reasons of rejected and nearly
+    matched places.
+    """
+    before = rows[0]["nodes_before"] if rows else 0
+    names = ("pass", "matched", "rejected", "near", "nodes", "ms", "sites", "error", "bound")
+    table = plain_table(f"passes ({before} nodes as captured)", *names, left=("pass",))
+    reasons = []
+    for row in rows:
+        proof = (str(row["proven_sites"]), f"{row['worst_error']:.1e}", f"{row['error_bound']:.1e}")
+        table.add_row(
+            row["pass"], str(row["matched"]), str(row["rejected"]), str(row["near_misses"]),
+            str(row["nodes_after"]), f"{row['ms']:.0f}", *(proof if row["proven_sites"] else ("-", "-", "-")),
+        )  # fmt: skip
+        reasons += [Text(f"{row['pass']}: {reason}") for reason in row["reasons"][:MAX_REASONS]]
+    return Group(table, *reasons, *([Text("")] if reasons else []))
+
+
+def kernel_table(rows: Sequence[Row]) -> RenderableType:
+    """GPU: registers, spills, memory, warps, instructions. CPU: bytes and FLOPs of a step."""
+    return _host_kernels(rows) if rows and "registers" not in rows[0] else _gpu_kernels(rows)
+
+
+def _host_kernels(rows: Sequence[Row]) -> RenderableType:
+    table = plain_table(f"{len(rows)} kernels", "kernel", "bytes", "flops", left=("kernel", "bytes", "flops"))
+    names = short_names(rows)
+    for row in rows:
+        table.add_row(names[row["name"]], str(row["bytes"]), str(row["flops"]))
+    return table
+
+
+def _gpu_kernels(rows: Sequence[Row]) -> RenderableType:
+    """Two lines for each kernel: the second says when it runs, and its key instructions."""
+    table = plain_table(
+        f"{len(rows)} kernels", "kernel", "regs", "spill", "smem", "tmem", "warps", "instr", left=("kernel",)
+    )
+    names = short_names(rows)
+    for row in rows:
+        notes = "; ".join(
+            part for part in (f"if {row['when']}" if row["when"] else "", row["key_opcodes"]) if part
+        )
+        numbers = ("registers", "spill_bytes", "shared_bytes", "tmem_columns", "num_warps", "instructions")
+        title = Text(names[row["name"]])
+        below = [Padding(Text(notes, "dim"), (0, 0, 0, 2))] if notes else []
+        table.add_row(Group(title, *below), *(str(row[name]) for name in numbers))
+    return table
+
+
+def short_names(rows: Sequence[Row]) -> dict[str, str]:
+    """Kernel names without the hash at their end, where that leaves them different."""
+    short = {row["name"]: row["name"].rpartition("__")[0] or row["name"] for row in rows}
+    taken = list(short.values())
+    return {name: one if taken.count(one) == 1 else name for name, one in short.items()}
+
+
+def seconds_line(seconds: Mapping[str, float]) -> str:
+    """`capture 4.1 s, passes 9.8 s, ... (in all 31.0 s)`."""
+    parts = ", ".join(f"{name} {spent:.1f} s" for name, spent in seconds.items())
+    return f"{parts} (in all {sum(seconds.values()):.1f} s)"
+
+
+def size_text(num_bytes: int) -> str:
+    """`12 B`, `4.0 KiB`, `512.9 MiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -39,8 +39,9 @@ class FileTokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ArtifactError(f"{TOKENIZER_FILE}: expected a tokenizer that loads, got: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """add_special_tokens: False for a text that names its special tokens itself, as chats do."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -65,6 +65,10 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.whole_model": 8,
     "octavo.compiler.models": 8,
     "octavo.compiler.api": 8,
+    "octavo.compiler.chat": 8,
+    "octavo.compiler.bisect": 8,
+    "octavo.compiler.commands": 8,
+    "octavo.compiler.commands.*": 8,
     "octavo.compiler.cli": 8,
 }
 
@@ -83,6 +87,7 @@ NOT_IN_RUNTIME = ("torch", "jinja2", "triton", "sympy", "transformers", "octavo.
 LAZY_IMPORTS = {
     "compiler/huggingface.py": "transformers and gguf are the hf extra",
     "compiler/capture.py": "transformers' registries are patched only if the model comes from there",
+    "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 
