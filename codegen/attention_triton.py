@@ -95,7 +95,9 @@ def decode_spec(attention: Attention, splits: int) -> KernelSpec:
             ("lse", "fp32", ("R", heads.num_heads, parts)),
         ),
     )  # fmt: skip
-    return with_stages(spec, 2, 1)
+    # a large group has as many rows as a prefill tile, and asks for as many registers
+    last = replace(with_param(with_param(spec, "BLOCK_N", 16), "STAGES", 1), num_warps=8, num_stages=1)
+    return replace(spec, alternatives=(*with_stages(spec, 2, 1).alternatives, last))
 
 
 def combine_spec(attention: Attention, splits: int) -> KernelSpec:
@@ -125,13 +127,10 @@ def prefill_spec(attention: Attention) -> KernelSpec:
     """flops are those of T queries that see S keys between them; a causal square needs half."""
     heads, item = attention.heads, ITEM_BYTES[attention.dtype]
     block_m = 128 if attention.dtype == "bf16" else max(power_of_2(heads.group), 32)
-    block_n = 64 if attention.dtype == "bf16" else 32
     spec = KernelSpec(
         op="paged_attention",
         template="triton/paged_attention_prefill.py.jinja",
-        params=(
-            *attention.params, ("BLOCK_M", block_m), ("BLOCK_N", block_n), *heads.blocks, ("STAGES", 3),
-        ),
+        params=(*attention.params, ("BLOCK_M", block_m), *heads.blocks),
         args=(
             *attention.cache_args,
             pointer("cu_seqlens_q", "i32"),
@@ -144,9 +143,26 @@ def prefill_spec(attention: Attention) -> KernelSpec:
         bytes=f"S * {heads.num_kv_heads * (heads.head_dim + heads.value_dim) * item}"
         f" + T * {heads.num_heads * (heads.head_dim + heads.value_dim) * item}",
         flops=f"T * S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}",
-        num_warps=8,
-        num_stages=3,
         label=attention.label,
-    )  # fmt: skip
-    narrow = with_stages(with_param(spec, "BLOCK_N", block_n // 2), 2, 1)
-    return replace(spec, alternatives=(*with_stages(spec, 2).alternatives, *narrow.alternatives))
+    )
+    first, *others = (prefill_form(spec, *form) for form in prefill_forms(attention))
+    return replace(first, alternatives=tuple(others))
+
+
+def prefill_forms(attention: Attention) -> tuple[tuple[int, int, int], ...]:
+    """(keys per tile, warps, tiles in flight), best first.
+
+    Small heads leave a thread the registers for a whole row of scores: 4 warps then need no exchange between
+    them, and 8 are held to 128 registers, which spill.
+    """
+    if attention.dtype == "fp32":
+        return (32, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1), (16, 16, 1)
+    wide, narrow = ((64, 8, 3), (64, 8, 2)), ((32, 8, 3), (32, 8, 2), (32, 8, 1), (16, 8, 1))
+    few_warps = ((64, 4, 3), (64, 4, 2))
+    is_small = max(attention.heads.head_dim, attention.heads.value_dim) <= 64
+    return (*few_warps, *wide, *narrow) if is_small else (*wide, *few_warps, *narrow)
+
+
+def prefill_form(spec: KernelSpec, block_n: int, num_warps: int, stages: int) -> KernelSpec:
+    sized = with_param(with_param(spec, "BLOCK_N", block_n), "STAGES", stages)
+    return replace(sized, num_warps=num_warps, num_stages=stages)

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TOOLS = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)")
 # cuTensorMapEncodeTiled numbers these data types in another order than Triton's device code
 TENSOR_MAP_DTYPE = {8: 10, 9: 8, 10: 9}

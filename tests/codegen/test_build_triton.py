@@ -164,3 +164,25 @@ def test_a_damaged_cache_entry_is_built_again(tmp_path: Path) -> None:
 def test_a_target_without_an_arch_is_refused() -> None:
     with pytest.raises(CodegenError, match="b200 names no arch"):
         build_kernels([add_spec("T", 576, "bf16")], replace(B200, arch=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 256), (4, 4, 80), (71, 1, 64)], ids=str)
+def test_attention_of_every_shape_has_a_form_that_builds(
+    heads: tuple[int, int, int], dtype: str, page_size: int
+) -> None:
+    shape = Heads(*heads, heads[2], page_size)
+    plain = Attention(shape, dtype, 0.1)
+    for attention in (plain, replace(plain, window=1024, softcap=50.0, sinks=True)):
+        build_kernels(attention_spec(attention, B200).launches, B200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "k", "out_dtype"), [(6144, 4096, "bf16"), (49152, 576, "fp32"), (28672, 8192, "bf16")])
+def test_linear_of_every_size_has_a_form_that_builds(n: int, k: int, out_dtype: str, bias: bool) -> None:
+    product = Product("T", n, k, "bf16", out_dtype, bias)
+    for kernel in build_kernels(linear_tma_spec(product, B200).launches, B200):
+        assert evidence_row(kernel)["refused"] == 0

@@ -16,10 +16,6 @@ from octavo.codegen.kernel import KernelSpec
 
 IS_INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETING else ["test_*.py"]
-if IS_INTERPRETING:
-    import triton_interpreter
-
-    triton_interpreter.install()
 
 Launch = Callable[[KernelSpec, dict[str, Tensor], dict[str, int]], list[str]]
 
@@ -32,6 +28,9 @@ def seed() -> None:
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     """Call with a spec, its tensors by argument name and the sizes of the step."""
+    import triton_interpreter  # not at the top: where nothing is interpreted, this file is read too
+
+    triton_interpreter.install()
     return lambda spec, tensors, dims: triton_interpreter.launch(spec, tensors, dims, tmp_path)
 
 
