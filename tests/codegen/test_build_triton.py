@@ -181,7 +181,9 @@ def test_attention_of_every_shape_has_a_form_that_builds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("n", "k", "out_dtype"), [(6144, 4096, "bf16"), (49152, 576, "fp32"), (28672, 8192, "bf16")])
+@pytest.mark.parametrize(
+    ("n", "k", "out_dtype"), [(6144, 4096, "bf16"), (49152, 576, "fp32"), (28672, 8192, "bf16")]
+)
 def test_linear_of_every_size_has_a_form_that_builds(n: int, k: int, out_dtype: str, bias: bool) -> None:
     product = Product("T", n, k, "bf16", out_dtype, bias)
     for kernel in build_kernels(linear_tma_spec(product, B200).launches, B200):
