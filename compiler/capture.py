@@ -6,6 +6,7 @@ In: input_ids (1, T) and position_ids (1, T). Out: logits (1, T, vocab). T is sy
 
 import contextlib
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -145,21 +146,12 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     return graph_module
 
 
-# Ops that mean the same before and after functionalization, which costs twice as much as the export itself.
-FUNCTIONAL = frozenset(
-    (
-        "_assert_tensor_metadata", "_to_copy", "add", "attention", "cat", "cos", "cumsum", "diff", "div",
-        "embedding", "expand", "gelu", "getitem", "linear", "matmul", "mean", "mul", "ne", "neg", "permute",
-        "pow", "relu", "reshape", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu", "sin", "slice",
-        "softmax", "sub", "sym_size", "tanh", "to", "transpose", "unsqueeze", "view",
-    )
-)  # fmt: skip
-
-
 def _is_functional(program: torch.export.ExportedProgram) -> bool:
-    """Whether every call is one of FUNCTIONAL, none of which writes to its arguments."""
-    calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
-    return all(getattr(target, "__name__", "").split(".")[0] in FUNCTIONAL for target in calls)
+    """Whether no call writes to its arguments. Functionalization costs twice as much as the export itself."""
+    calls = [
+        n.target for n in program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    ]
+    return all(isinstance(t, torch._ops.OpOverload) and not t._schema.is_mutable for t in calls)
 
 
 def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProgram, name: str) -> int | None:

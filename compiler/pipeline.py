@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from octavo.compiler.capture import Captured
 from octavo.compiler.dump_files import DumpWriter
-from octavo.compiler.errors import OctavoError, PassError
+from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, PassError
 from octavo.compiler.legality import ATTENTION, Stage, check, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.verify import Evidence, prove_report
@@ -30,6 +30,7 @@ from octavo.passes.lower_elementwise import lower_elementwise
 from octavo.passes.merge_gate_up import merge_gate_up
 from octavo.passes.merge_qkv import merge_qkv
 from octavo.passes.rule import Pass, PassReport, run_pass
+from octavo.passes.split_linear import split_linear
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,15 @@ class Step:
 
 
 PIPELINE: tuple[Step, ...] = (
-    Step(
-        canonicalize, "canonical"
-    ),  # assertions and copies are extra users that block every multi-node match
+    Step(canonicalize, "canonical"),  # assertions and copies are extra users that block every larger match
+    Step(split_linear, "canonical"),  # before folding, which makes weights of the parts
     Step(fold_constants, "canonical"),
     Step(eliminate_dead_code, "canonical"),
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
     Step(fuse_gated_mlp, "fused"),
-    Step(
-        fold_position_tables, "fused", ("max_model_len",)
-    ),  # needs the masks gone: they are made of positions too
+    Step(fold_position_tables, "fused", ("max_model_len",)),  # after masks, which positions make too
     Step(insert_paged_kv, "paged", ("page_size",)),
     Step(merge_qkv, "paged"),
     Step(merge_gate_up, "paged"),
@@ -110,7 +108,7 @@ def lower(
         if progress is not None:
             progress(step.name, index, len(pipeline))
         try:
-            report = _run_step(step, graph_module, options, settings, proven, result)
+            report = _run_step(step, graph_module, options, settings, expected, proven, result)
         except OctavoError as error:
             if dumps is not None:
                 dumps.write_failure(index, step.name, graph_module, error)
@@ -118,30 +116,67 @@ def lower(
         result.reports.append(report)
         if dumps is not None:
             dumps.write(index + 1, report, graph_module, step.stage)
-        if step.run is fuse_attention or step.name == "fuse_attention":
-            _require_attentions(graph_module, expected, report)
     result.num_layers = len(expected)
     return result
 
 
 def _run_step(
     step: Step, graph_module: GraphModule, options: CompileOptions, settings: Settings,
-    proven: dict[str, Evidence], result: Lowered,
+    expected: list[str], proven: dict[str, Evidence], result: Lowered,
 ) -> PassReport:  # fmt: skip
-    report = run_pass(step.bind(settings), graph_module)
+    reports = apply_step(step, graph_module, settings, expected, result.reports)
+    if options.verify != "off":
+        start = time.perf_counter()
+        for one in reports:
+            prove_report(one, proven, _after(result.reports))
+        result.proof_s += time.perf_counter() - start
+    return reports[0]
+
+
+def apply_step(
+    step: Step, graph_module: GraphModule, settings: Settings, expected: Sequence[str] = (),
+    done: Sequence[PassReport] = (),
+) -> list[PassReport]:  # fmt: skip
+    """Run a pass and what tidies up after it, and check the stage. Reports of both, the pass's own first.
+
+    expected  names of the captured graph's attentions, where all must be found
+    done      reports of the passes before, for the messages of errors
+    """
+    report = _run_pass(step, graph_module, settings, done)
     reports = [report]
     if report.changed and step.run is not canonicalize:
         # What a pass leaves behind (reshapes of reshapes, transposes back and forth) is tidied first.
         reports.append(run_pass(canonicalize, graph_module))
         report.nodes_after, report.ms = reports[1].nodes_after, report.ms + reports[1].ms
-    check(graph_module, step.stage, after=report.name)
-    if options.verify != "off":
-        start = time.perf_counter()
-        before = ", ".join(r.name for r in result.reports)
-        for one in reports:
-            prove_report(one, proven, f" (after: {before})" if before else "")
-        result.proof_s += time.perf_counter() - start
-    return report
+    if expected and step.name == "fuse_attention":
+        _require_attentions(graph_module, expected, report)
+    _check(graph_module, step, [*done, report])
+    return reports
+
+
+def _run_pass(
+    step: Step, graph_module: GraphModule, settings: Settings, done: Sequence[PassReport]
+) -> PassReport:
+    try:
+        return run_pass(step.bind(settings), graph_module)
+    except OctavoError:
+        raise
+    except Exception as error:
+        raise PassError(f"{step.name}: {type(error).__name__}: {error}{_after(done)}") from error
+
+
+def _after(done: Sequence[PassReport]) -> str:
+    names = ", ".join(r.name for r in done)
+    return f" (after: {names})" if names else ""
+
+
+def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport]) -> None:
+    """The stage's check; its error tells what passes refused up to here, which is usually the cause."""
+    try:
+        check(graph_module, step.stage, after=step.name)
+    except IllegalGraphError as error:
+        refused = [f"{r.name} left {x.where}: {x.reason}" for r in reports for x in r.rejected]
+        raise IllegalGraphError("; ".join([str(error), *refused[:4]])) from None
 
 
 def expected_attentions(captured: Captured) -> list[str]:
@@ -163,7 +198,7 @@ def expected_attentions(captured: Captured) -> list[str]:
     return found
 
 
-def _require_attentions(graph_module: GraphModule, expected: list[str], report: PassReport) -> None:
+def _require_attentions(graph_module: GraphModule, expected: Sequence[str], report: PassReport) -> None:
     """As many octavo.attention as the model has attentions, or an error that names those that were missed."""
     found = [n for n in graph_module.graph.nodes if n.op == "call_function" and op(n) == "octavo::attention"]
     if len(found) != len(expected):
@@ -179,7 +214,7 @@ def settings_of(captured: Captured, options: CompileOptions, default_page_size: 
     longest = captured.model_info["max_model_len"]
     wanted = options.max_model_len or longest or DEFAULT_MODEL_LEN
     if longest is not None and wanted > longest:
-        raise PassError(
+        raise OptionError(
             f"max_model_len: the model's positions end at {longest}, got {wanted}; choose at most that"
         )
     return Settings(options.page_size or default_page_size, wanted)

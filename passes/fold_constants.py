@@ -6,33 +6,38 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from octavo.passes.pattern import is_constant
 from octavo.passes.rewrite import held, new_weight
 from octavo.passes.rule import PassReport
 
 
 def fold_constants(graph_module: GraphModule) -> PassReport:
-    """A view of a weight is folded too, so that kernels only ever see whole tensors."""
+    """A view of a weight is folded too, so that kernels only ever see whole tensors.
+
+    What is made without inputs (arange, full) counts as a weight, and stays where nothing is made of it.
+    """
     report = PassReport("fold_constants")
     values: dict[Node, Any] = {}
     folded = 0
     for node in list(graph_module.graph.nodes):
         if node.op == "get_attr":
             values[node] = held(graph_module, node.target)
-        elif node.op == "call_function" and node.all_input_nodes and not node.is_impure():
-            if all(n in values for n in node.all_input_nodes):
+        elif node.op == "call_function" and not node.is_impure():
+            if is_constant(node) or _has_only(values, node):
                 args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
                 values[node] = node.target(*args, **kwargs)
     for node, value in values.items():
-        if (
-            node.op == "call_function"
-            and isinstance(value, torch.Tensor)
-            and any(u not in values for u in node.users)
-        ):
+        is_made = not is_constant(node) and isinstance(value, torch.Tensor)
+        if is_made and any(u not in values for u in node.users):
             _replace_with_weight(graph_module, node, value.contiguous())
             folded += 1
     graph_module.graph.eliminate_dead_code()
     report.notes["folded"] = folded
     return report
+
+
+def _has_only(values: dict[Node, Any], node: Node) -> bool:
+    return bool(node.all_input_nodes) and all(n in values for n in node.all_input_nodes)
 
 
 def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Tensor) -> None:

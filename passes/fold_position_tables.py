@@ -6,12 +6,13 @@ every position. Refused: values in which one token's row depends on another's po
 longest position).
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from octavo.passes.pattern import arguments, aten
+from octavo.passes.pattern import arguments, aten, is_constant
 from octavo.passes.rewrite import Builder, collect, extract, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
@@ -64,7 +65,7 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
     alone = {positions}
     for node in graph_module.graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "call_function" and inputs and all(n in alone or n.op == "get_attr" for n in inputs):
+        if node.op == "call_function" and all(n in alone or is_constant(n) for n in inputs):
             if any(n in alone for n in inputs):
                 alone.add(node)
     found: dict[Node, None] = {}
@@ -114,9 +115,11 @@ def _look_up(
 ) -> None:
     weight = new_weight(graph_module, f"positions.{node.name}", table)
     sizes = [d if isinstance(d, int) else -1 for d in node.meta["val"].shape]
-    with graph_module.graph.inserting_before(node.next):
-        builder = Builder(graph_module, node)
-        rows = builder.call(octavo.embedding.default, positions, weight)
-        result = builder.call(aten.reshape.default, rows, sizes) if len(sizes) != 3 or sizes[0] != 1 else rows
-    node.replace_all_uses_with(result)
+
+    def build(b: Builder) -> list[Node]:
+        rows = b.call(octavo.embedding.default, positions, weight)
+        return [b.call(aten.reshape.default, rows, sizes)]
+
+    site = replace(graph_module, [node], build, [positions])
+    report.sites.append(dataclasses.replace(site, table=weight.name))
     report.notes[str(weight.target)] = f"{tuple(table.shape)} {table.dtype}"

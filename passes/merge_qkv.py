@@ -1,6 +1,6 @@
 """The three projections that feed one attention  ->  one matrix product and its three parts.
 
-Needs the same input, equal presence of biases, and rotation on q and k, since only `fuse_rope_kv_write`
+Needs the same input, equal presence of biases, and q and k rotated by tables, since only `fuse_rope_kv_write`
 reads the parts in place. The merged weight is a constant, folded by the next `fold_constants`.
 """
 
@@ -22,7 +22,8 @@ def _projection(name: str) -> Any:
 
 
 def _rotated(name: str) -> Any:
-    return call(octavo.rope.default, args=(_projection(name), Var("cos"), Var("sin")))
+    cos, sin = (call(octavo.embedding.default, args=(Var("positions"), Var(t))) for t in ("cos", "sin"))
+    return call(octavo.rope.default, args=(_projection(name), cos, sin))
 
 
 QUERY = _rotated("q")
@@ -46,8 +47,8 @@ def _merge(graph_module: GraphModule, attention: Node, write: Node, report: Pass
     q = next(matches(QUERY, query), None)
     kv = next(matches(WRITE, write), None)
     if q is None or kv is None:
-        return "q and k are not rotated views of a projection each, and v a view of one"
-    if q["x"] is not kv["x"] or q["cos"] is not kv["cos"] or q["sin"] is not kv["sin"]:
+        return "q and k are not views of a projection each, rotated by tables, and v a view of one"
+    if any(q[name] is not kv[name] for name in ("x", "cos", "sin", "positions")):
         return "q and k do not share their input and their tables"
     linears = [q["q"], kv["k"], kv["v"]]
     biases = [n.args[2] if len(n.args) > 2 else None for n in linears]

@@ -178,6 +178,14 @@ def arguments(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
+def is_constant(node: Node) -> bool:
+    """A weight, or a call without inputs that always gives the same (arange or full of fixed sizes)."""
+    target = node.target
+    if node.op == "call_function" and not node.all_input_nodes and isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags
+    return node.op == "get_attr"
+
+
 def target_name(target: Any) -> str:
     """`aten.mul`, `octavo.rope`, `getitem`."""
     text = str(target)

@@ -22,6 +22,7 @@ class Site:
     before, after  the two forms as graphs over the same inputs
     examples       the inputs' fake tensors (shape, dtype), in order
     constants      values, by placeholder name, of weights that the pass relied on (the rows of a mask, say)
+    table          name of the constant that holds results of the before form, rounded to the model's dtype
     key            equal for sites of equal structure, which need one proof between them
     """
 
@@ -32,6 +33,7 @@ class Site:
     examples: tuple[Any, ...]
     constants: dict[str, torch.Tensor]
     key: str
+    table: str | None = None
 
 
 class Builder:

@@ -115,7 +115,7 @@ def apply_rule(rule: Rule, graph_module: GraphModule, node: Node, report: PassRe
     else:
         if reason is not None:
             report.reject(node, reason)
-        elif 2 * trace.depth >= size(rule.pattern) > 1:
+        elif 2 * trace.depth > size(rule.pattern) > 1:
             report.near_misses.append(Rejection(node.name, where(node), f"{rule.name}: {trace.reason}"))
         return False
     inputs = [found[name] for name in rule.inputs if isinstance(found.values.get(name), Node)]
