@@ -66,6 +66,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.models": 8,
     "octavo.compiler.api": 8,
     "octavo.compiler.chat": 8,
+    "octavo.compiler.reproducer": 6,
     "octavo.compiler.bisect": 8,
     "octavo.compiler.commands": 8,
     "octavo.compiler.commands.*": 8,

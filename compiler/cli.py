@@ -1,0 +1,308 @@
+"""The command `octavo`: options, help and exit codes. The work of each command is in compiler/commands.
+
+Standard output carries results only, so that it can be piped; tables, bars and errors go to standard error.
+Commands import their work when they run: help and `inspect` must not wait for torch.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.compiler.errors import (
+    CodegenError,
+    ExecutionError,
+    IllegalGraphError,
+    OctavoError,
+    PassError,
+    ToolchainError,
+)
+from octavo.compiler.version import VERSION
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+# What went wrong lies in Octavo's own work, not in what the user gave it.
+OWN_FAILURES = (PassError, IllegalGraphError, CodegenError, ExecutionError)
+
+HELP = """
+Compile language models and run them.
+
+Results go to standard output, everything else to standard error.
+
+Exit codes: 0 success; 1 a proof, a build or a step failed, or `bisect` found something; 2 wrong usage or bad
+input; 130 interrupted.
+
+Start with: octavo compile demo && octavo run demo-cpu.octavo "Why is the sky blue?"
+"""
+
+app = typer.Typer(
+    name="octavo",
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Trace = Annotated[bool, typer.Option("--traceback", help="Show where in Octavo an error was raised.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with everything, instead of a table.")]
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A directory that `compile` wrote.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="demo (SmolLM2-135M-Instruct), a Hugging Face directory, a .gguf file, or file.py:function "
+        "that returns an nn.Module.",
+    ),
+]
+
+
+class DTypes(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Proofs(StrEnum):
+    off = "off"
+    sites = "sites"
+    full = "full"
+
+
+DTypeOption = Annotated[
+    DTypes | None, typer.Option(help="Of weights and activations. Default: the model's on cpu, bf16 on GPUs.")
+]
+PageSize = Annotated[
+    int | None, typer.Option(help="Tokens of a KV page, a power of two. Default: the target's.")
+]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the console script; ends the process with the exit codes above."""
+    warnings.showwarning = _show_warning
+    app(arguments, prog_name="octavo")
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+) -> None:
+    print(f"octavo: warning: {message}", file=sys.stderr)
+
+
+@contextmanager
+def exit_codes(traceback: bool) -> Iterator[None]:
+    """Errors of Octavo become a line and an exit code, an interrupt 130; bugs keep their traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OctavoError as error:
+        if traceback:
+            raise
+        print(f"octavo: {type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(code_of(error)) from None
+    except KeyboardInterrupt:
+        print("octavo: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # The reader of a pipe went away, as `| head` does. Python must not try to flush into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+
+
+def code_of(error: OctavoError) -> int:
+    """A missing compiler is the user's to install, so 2 like any bad input."""
+    return FAILED if isinstance(error, OWN_FAILURES) and not isinstance(error, ToolchainError) else USAGE
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """A bar while torch is imported, which takes seconds."""
+    from octavo.compiler.progress import progress_bars
+
+    with progress_bars() as bars:
+        bars("start")("torch and the compiler", 0, 1)
+        yield
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"octavo {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+octavo.__doc__ = HELP
+
+
+@app.command()
+def compile(
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
+    ] = None,
+    target: Annotated[str, typer.Option(help="A machine; `octavo targets` lists them.")] = "cpu",
+    dtype: DTypeOption = None,
+    page_size: PageSize = None,
+    max_model_len: MaxModelLen = None,
+    max_batch_tokens: Annotated[int, typer.Option(help="Most tokens of one step.")] = 2048,
+    verify: Annotated[
+        Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
+    ] = Proofs.full,
+    dump: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the graph after every pass that changed it.")
+    ] = None,
+    traceback: Trace = False,
+) -> None:
+    """Compile MODEL into an artifact; print the artifact's path.
+
+    Example: octavo compile demo --dtype bf16 -o smol.octavo --dump dumps
+
+    The table of passes, the table of GPU kernels and the time of each phase go to standard error. An artifact
+    that is already at the path is replaced; anything else there is left alone.
+    """
+    with exit_codes(traceback), starting():
+        from octavo.compiler.commands.compile import Choices, run
+    with exit_codes(traceback):
+        run(
+            Choices(
+                model=model,
+                output=output,
+                target=target,
+                dtype=None if dtype is None else dtype.value,
+                page_size=page_size,
+                max_model_len=max_model_len,
+                max_batch_tokens=max_batch_tokens,
+                verify=verify.value,
+                dump=dump,
+            )
+        )
+
+
+@app.command()
+def run(
+    artifact: ArtifactPath,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Default: standard input if piped, else a dialogue."),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the model's chat template, or not. Default: if there is one."),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt a line, in one batch; a JSON object a line comes out."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that reach p together.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens of at least p times the best's probability.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print times and tokens/s at the end.")] = False,
+    traceback: Trace = False,
+) -> None:
+    """Generate text with ARTIFACT, as it comes.
+
+    Example: octavo run smol.octavo "Why is the sky blue?" --max-tokens 100 --temperature 0.7 --seed 1
+
+    Example: git diff | octavo run smol.octavo --system "Summarize this change." --stats
+
+    Without a tokenizer in the artifact, prompts are token ids ("12 7 99") and so is the answer. In a
+    dialogue, Ctrl-C ends an answer and Ctrl-D the dialogue.
+    """
+    with exit_codes(traceback):
+        from octavo.compiler.commands.run import Choices, run
+        from octavo.runtime.request import SamplingParams
+
+        params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
+        run(Choices(artifact, prompt, prompts_file, chat, system, params, stats))
+
+
+@app.command()
+def inspect(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = False) -> None:
+    """Show what is in ARTIFACT; check every file.
+
+    Example: octavo inspect smol.octavo --json | jq .model
+    """
+    with exit_codes(traceback):
+        from octavo.compiler.commands.inspect import show_artifact
+
+        show_artifact(artifact, as_json)
+
+
+@app.command()
+def kernels(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = False) -> None:
+    """Show the kernels of ARTIFACT: registers, memory, instructions.
+
+    Example: octavo kernels smol-b200.octavo
+
+    GPUs: registers a thread, spilled bytes, bytes of shared memory, columns of tensor memory, warps,
+    instructions; below each kernel, when it runs and how many of the instructions that matter it holds.
+    --json has the whole census. CPU: bytes and FLOPs of a step, in T tokens, L logit rows, S attended pairs.
+    """
+    with exit_codes(traceback):
+        from octavo.compiler.commands.inspect import show_kernels
+
+        show_kernels(artifact, as_json)
+
+
+@app.command()
+def bisect(
+    model: Model,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where a reproducer is written.")
+    ] = Path("octavo-bisect"),
+    dtype: DTypeOption = None,
+    page_size: PageSize = None,
+    max_model_len: MaxModelLen = None,
+    traceback: Trace = False,
+) -> None:
+    """Find the first pass that changes what MODEL computes.
+
+    Example: octavo bisect my_model.py:build -o found && echo "every pass is right"
+
+    Runs the graph after every pass against the model's own logits, then proves the rewrites of the first pass
+    that differs. Exits 1 if there is one, and writes a program to DIR that shows the difference without the
+    model.
+    """
+    with exit_codes(traceback), starting():
+        from octavo.compiler.commands.bisect import run
+    with exit_codes(traceback):
+        is_clean = run(model, output, None if dtype is None else dtype.value, page_size, max_model_len)
+        if not is_clean:
+            raise typer.Exit(FAILED)
+
+
+@app.command()
+def targets(as_json: Json = False, traceback: Trace = False) -> None:
+    """List the machines that can be compiled for.
+
+    Example: octavo targets
+    """
+    with exit_codes(traceback):
+        from octavo.compiler.commands.targets import show_targets
+
+        show_targets(as_json)
+
+
+if __name__ == "__main__":
+    main()

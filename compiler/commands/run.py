@@ -1,0 +1,195 @@
+"""`octavo run`: prompts -> text as it comes. Loads no compiler where the artifact's program can be used."""
+
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.chat import encode_chat, load_chat_template
+from octavo.compiler.errors import OptionError, RequestError, ToolchainError
+from octavo.compiler.progress import progress_bars
+from octavo.runtime.engine import Engine
+from octavo.runtime.model_runner import ModelRunner, NativeRunner
+from octavo.runtime.request import SamplingParams, Token
+from octavo.runtime.tokenizer import load_tokenizer
+
+Prompt = str | list[int]
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the user chose. prompt None: standard input, or a dialogue where that is a terminal."""
+
+    artifact: Path
+    prompt: str | None
+    prompts_file: Path | None
+    chat: bool | None
+    system: str | None
+    params: SamplingParams
+    stats: bool
+
+
+def run(choices: Choices) -> None:
+    """Answer the prompt, the prompts of a file, or what a user types."""
+    if choices.prompt is not None and choices.prompts_file is not None:
+        raise OptionError("prompt: expected PROMPT or --prompts-file, got both")
+    session = Session(choices)
+    try:
+        if choices.prompts_file is not None:
+            session.answer_file(choices.prompts_file)
+        elif choices.prompt is None and sys.stdin.isatty():
+            session.talk()
+        else:
+            is_piped = choices.prompt in (None, "-")
+            session.answer(sys.stdin.read().removesuffix("\n") if is_piped else str(choices.prompt))
+    finally:
+        if choices.stats:
+            print(session.stats(), file=sys.stderr)
+
+
+class Session:
+    """A loaded artifact, how prompts become token ids, and what was measured."""
+
+    def __init__(self, choices: Choices) -> None:
+        began = time.perf_counter()
+        self.artifact = Artifact.open(choices.artifact)
+        self.tokenizer = load_tokenizer(self.artifact)
+        self.is_chat = self._is_chat(choices)
+        self.system = [{"role": "system", "content": choices.system}] if choices.system is not None else []
+        self.params = choices.params
+        self.engine = Engine(load_runner(self.artifact), self.artifact.model, self.tokenizer)
+        self.load_s = time.perf_counter() - began
+        self.prefill_s = self.decode_s = 0.0
+        self.num_decoded = 0
+
+    def _is_chat(self, choices: Choices) -> bool:
+        """As the user says; otherwise if there is a template."""
+        has_template = self.tokenizer is not None and load_chat_template(self.artifact) is not None
+        if not has_template and (choices.chat or choices.system is not None):
+            raise OptionError(
+                f"chat: expected an artifact with a chat template, got {choices.artifact}; use --raw"
+            )
+        if choices.chat is False and choices.system is not None:
+            raise OptionError("system: expected a chat, got --raw, which sends the prompt alone")
+        return has_template if choices.chat is None else choices.chat
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Token ids of a conversation; without a chat the last message's text, or the ids written in it."""
+        text = messages[-1]["content"]
+        if not text.strip():
+            raise RequestError("prompt: expected some text, as an argument or on standard input, got none")
+        if self.is_chat:
+            return encode_chat(self.artifact, self.tokenizer, [*self.system, *messages])
+        if self.tokenizer is not None:
+            return text
+        try:
+            return [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise RequestError(
+                f"prompt: expected token ids such as '12 7 99', as there is no tokenizer, got {text!r}"
+            ) from None
+
+    def answer(self, text: str) -> None:
+        """One prompt. What was generated stays if it is interrupted."""
+        for _ in self._printed([{"role": "user", "content": text}]):
+            pass
+
+    def talk(self) -> None:
+        """Prompts from a terminal until it ends. In a chat the model sees what was said before."""
+        with suppress(ImportError):
+            import_module("readline")  # gives input() a history and keys that edit
+        print("Ctrl-C ends an answer, Ctrl-D the dialogue.", file=sys.stderr)
+        history: list[Message] = []
+        while True:
+            try:
+                text = input("> ")
+            except EOFError:
+                print()
+                return
+            messages = [*history, {"role": "user", "content": text}] if text.strip() else []
+            answer: list[str] = []
+            try:
+                answer.extend(self._printed(messages) if messages else ())
+            except KeyboardInterrupt:
+                pass
+            except RequestError as error:
+                print(f"octavo: {error}", file=sys.stderr)
+                continue
+            if messages and self.is_chat:
+                history = [*messages, {"role": "assistant", "content": "".join(answer)}]
+
+    def answer_file(self, path: Path) -> None:
+        """Every line is a prompt, all in one batch; one JSON object a line comes out, in their order."""
+        try:
+            lines = [line for line in path.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(f"prompts-file: {path} cannot be read: {error}") from None
+        if not lines:
+            raise OptionError(f"prompts-file: expected a prompt a line, got none in {path}")
+        prompts = [self.prompt([{"role": "user", "content": line}]) for line in lines]
+        records: list[dict[str, Any]] = [{"prompt": line, "text": "", "token_ids": []} for line in lines]
+        with progress_bars() as bars:
+            report, num_done = bars("generate"), 0
+            for token in self._stream(prompts):
+                _append(records[token.index], token)
+                num_done += token.finish_reason is not None
+                report("prompts done", num_done, len(prompts))
+        for record in records:
+            print(json.dumps(record, ensure_ascii=False))
+
+    def _printed(self, messages: Sequence[Message]) -> Iterator[str]:
+        """The pieces of an answer, each on the screen before it is yielded."""
+        with closing(self._stream([self.prompt(messages)])) as tokens:
+            try:
+                for token in tokens:
+                    piece = token.text if self.tokenizer is not None else f"{token.token_id} "
+                    print(piece, end="", flush=True)
+                    yield piece
+            finally:
+                print(flush=True)
+
+    def _stream(self, prompts: list[Prompt]) -> Generator[Token, None, None]:
+        began = latest = time.perf_counter()
+        tokens = self.engine.stream(prompts, self.params)  # ends its requests when it is dropped
+        for token in tokens:
+            now = time.perf_counter()
+            if latest == began:
+                self.prefill_s += now - began
+            else:
+                self.decode_s, self.num_decoded = self.decode_s + now - latest, self.num_decoded + 1
+            latest = now
+            yield token
+
+    def stats(self) -> str:
+        """Times of this run. tokens/s counts what came after an answer's first token, of a whole batch."""
+        num_prompt, num_generated = self.engine.stats.prompt_tokens, self.engine.stats.generated_tokens
+        rate = f", {self.num_decoded / self.decode_s:.1f} tokens/s" if self.num_decoded else ""
+        return (
+            f"load {self.load_s:.2f} s; {num_prompt} prompt tokens, first token after "
+            f"{self.prefill_s:.2f} s; {num_generated} tokens{rate}"
+        )
+
+
+def _append(record: dict[str, Any], token: Token) -> None:
+    record["text"] += token.text
+    if token.token_id is not None:
+        record["token_ids"].append(token.token_id)
+    if token.finish_reason is not None:
+        record["finish_reason"] = token.finish_reason
+
+
+def load_runner(artifact: Artifact) -> ModelRunner:
+    """The host program; the eager references, with a warning, where it cannot be built."""
+    try:
+        return NativeRunner(artifact)
+    except ToolchainError:
+        api: Any = import_module("octavo.compiler.api")
+        runner: ModelRunner = api.Compiled(artifact).runner()
+        return runner
