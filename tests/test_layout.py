@@ -64,6 +64,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.eager_runner": 8,
     "octavo.compiler.whole_model": 8,
     "octavo.compiler.models": 8,
+    "octavo.compiler.compiled": 8,
     "octavo.compiler.api": 8,
     "octavo.compiler.chat": 8,
     "octavo.compiler.reproducer": 6,

@@ -7,17 +7,17 @@ from octavo.compiler.version import VERSION
 
 if TYPE_CHECKING:
     from octavo.compiler import errors as errors
-    from octavo.compiler.api import Compiled as Compiled
     from octavo.compiler.api import compile as compile
-    from octavo.compiler.api import load as load
+    from octavo.compiler.compiled import Compiled as Compiled
+    from octavo.compiler.compiled import load as load
     from octavo.compiler.options import CompileOptions as CompileOptions
     from octavo.runtime.request import SamplingParams as SamplingParams
 
 # public name -> the module that defines it; `errors` is the module itself
 _HOME = {
-    "Compiled": "octavo.compiler.api",
+    "Compiled": "octavo.compiler.compiled",
     "compile": "octavo.compiler.api",
-    "load": "octavo.compiler.api",
+    "load": "octavo.compiler.compiled",
     "CompileOptions": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.request",
     "errors": "octavo.compiler.errors",

@@ -1,0 +1,106 @@
+"""An artifact that was opened: generate text, save it, read its report. Loads no torch unless it must."""
+
+import functools
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.chat import Message, encode_chat
+from octavo.compiler.errors import ToolchainError
+from octavo.compiler.report import Report
+from octavo.runtime.engine import Engine
+from octavo.runtime.model_runner import ModelRunner, NativeRunner
+from octavo.runtime.request import Completion, SamplingParams, Token
+from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+
+def load(path: Path | str) -> "Compiled":
+    """Open an artifact. Every file is checked; nothing is compiled. Raises ArtifactError."""
+    return Compiled(Artifact.open(path))
+
+
+class Compiled:
+    """An artifact that was opened: generate text with it, save it, read its report."""
+
+    def __init__(self, artifact: Artifact, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        self.artifact = artifact
+        self._temporary = temporary  # lives as long as this object
+        self._engine: Engine | None = None
+        self.seconds: dict[str, float] = {}  # of each phase of the compilation that made it, if one did
+
+    @property
+    def path(self) -> Path:
+        return self.artifact.path
+
+    @functools.cached_property
+    def tokenizer(self) -> FileTokenizer | None:
+        """The artifact's own, or None."""
+        return load_tokenizer(self.artifact)
+
+    def runner(self, num_pages: int | None = None, num_threads: int | None = None) -> ModelRunner:
+        """What runs a step: the host program, or the eager references where it cannot be built."""
+        try:
+            return NativeRunner(self.artifact, num_pages, num_threads)
+        except ToolchainError as error:
+            warnings.warn(f"{error}; running the eager references instead, slowly", stacklevel=2)
+            eager: Any = import_module("octavo.compiler.eager_runner")  # needs torch, which serving does not
+            runner: ModelRunner = eager.EagerRunner(self.artifact, num_pages)
+            return runner
+
+    def engine(
+        self, *, num_pages: int | None = None, num_threads: int | None = None, max_requests: int = 64,
+        max_batch_tokens: int | None = None, chunked_prefill: bool = True, seed: int | None = None,
+    ) -> Engine:  # fmt: skip
+        """A serving engine of its own, with the page pool and the limits given."""
+        return Engine(
+            self.runner(num_pages, num_threads), self.artifact.model, self.tokenizer,
+            max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
+            seed=seed,
+        )  # fmt: skip
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answers in the order of the prompts (text or token ids). Greedy unless `params` say otherwise."""
+        return self._own_engine().generate(prompts, params)
+
+    def stream(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Token]:
+        """Tokens as they come; closing the iterator ends its requests and frees their pages."""
+        return self._own_engine().stream(prompts, params)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """The answer to a conversation ({"role": ..., "content": ...}), through the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation. variables: what else the template reads. Raises RequestError."""
+        return encode_chat(self.artifact, self.tokenizer, messages, **variables)
+
+    def _own_engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = self.engine()
+        return self._engine
+
+    def save(self, path: Path | str) -> Path:
+        """Copy the artifact to a directory that does not exist yet, or holds an artifact."""
+        final = Path(path)
+        if final.exists():
+            Artifact.open(final)  # anything but an artifact is refused, and stays
+            if final.resolve() == self.path.resolve():
+                return final
+            shutil.rmtree(final)
+        shutil.copytree(self.path, final)
+        return final
+
+    def report(self) -> Report:
+        """Passes with their proofs, kernels with their evidence, memory and times."""
+        return Report.of(self.artifact)
