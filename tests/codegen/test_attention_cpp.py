@@ -153,7 +153,9 @@ def test_matches_fp64(kernels: KernelLibrary, case: Case, requests: list[tuple[i
     assert ((out.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["smollm", "smollm_bf16", "one_kv_head", "odd_dims_bf16", "everything"])
+@pytest.mark.parametrize(
+    "name", ["smollm", "smollm_bf16", "one_kv_head", "odd_dims_bf16", "window", "everything"]
+)
 def test_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name: str) -> None:
     case = CASES[name]
     requests = [(70, 70), (9, 133)]

@@ -35,6 +35,8 @@ def test_file_with_wrong_entries_is_refused() -> None:
         OptionError, match=r"x.toml: missing entries \['page_size'\], unknown entries \['smem'\]"
     ):
         parse_target({"name": "x", "family": "cpp", "smem": 1}, "x.toml")
+    with pytest.raises(OptionError, match=r"missing entries \[\], unknown entries \['smem'\]"):
+        parse_target(MINIMAL | {"smem": 1}, "x.toml")
     with pytest.raises(OptionError, match="family must be cpp or triton, got 'cuda'"):
         parse_target(MINIMAL | {"family": "cuda"}, "x.toml")
 
