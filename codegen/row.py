@@ -1,5 +1,6 @@
 """One row of the selection table, and what rows read off a node. Knows no template and no feature."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,13 @@ def first_result(node: fx.Node) -> torch.Tensor:
 
 
 def row_count(node: fx.Node) -> Dim:
-    """Rows of the (first) result, its axis 1: "T", or "L" once gather_logits picked rows."""
+    """Rows of the (first) result over all axes but the last: "T", "T * 4" for a head each, or "L"."""
+    sizes = first_result(node).shape[:-1]
+    return to_dim(math.prod(sizes[1:], start=sizes[0]), dim_names(node.graph))
+
+
+def token_count(node: fx.Node) -> Dim:
+    """Axis 1 of the (first) result: "T", or "L" once gather_logits picked rows."""
     return to_dim(first_result(node).shape[1], dim_names(node.graph))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor
+from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor, token_count
 from octavo.compiler.dims import ITEM_BYTES, dtype_name
 from octavo.compiler.ops.mlp import ACTIVATIONS
 from octavo.compiler.target import Target
@@ -76,7 +76,7 @@ def rope(node: fx.Node, target: Target) -> KernelSpec:
     rotary_dim = static_size(node, "cos", -1)
     args = (
         _pointer("x", dtype), _pointer("cos", table_dtype), _pointer("sin", table_dtype),
-        _pointer("out", dtype), _rows(node),
+        _pointer("out", dtype), _scalar("num_rows", token_count(node)),
     )  # fmt: skip
     values = dict(dtype=dtype, table_dtype=table_dtype, interleaved=_interleaved(node))
     width = heads * head_dim
@@ -177,9 +177,7 @@ def gather_logits(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def add(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, width = _dtype(node, "x"), 1
-    for axis in range(2, tensor(node, "x").dim()):
-        width *= static_size(node, "x", axis)
+    dtype, width = _dtype(node, "x"), static_size(node, "x", -1)
     args = (_pointer("x", dtype), _pointer("y", dtype), _pointer("out", dtype), _rows(node))
     return _spec(
         "add", args, f"{dtype}_w{width}", dict(dtype=dtype, WIDTH=width),

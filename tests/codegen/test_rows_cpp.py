@@ -167,6 +167,18 @@ def test_add(kernels: KernelLibrary, width: int, dtype: torch.dtype) -> None:
         assert torch.equal(out, expected) and torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "add", "linear"])
+def test_heads_count_as_rows(op: str) -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    x = graph.tokens("x", (9, 64), FP32)
+    others = {"rms_norm": (graph.weight("w", torch.zeros(64)), EPS), "add": (x,)}
+    others["linear"] = (graph.weight("m", torch.zeros(8, 64)),)
+    spec = cpp_spec(graph.call(op, x, *others[op]))
+    assert spec.args[-1].value == "9*T"
+    assert 64 in dict(spec.params).values()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
