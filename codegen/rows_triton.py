@@ -7,7 +7,16 @@ from torch import fx
 from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tma_spec, tma_refusal
-from octavo.codegen.row import Row, always, arguments, result_dtype, row_count, static_size, tensor
+from octavo.codegen.row import (
+    Row,
+    always,
+    arguments,
+    result_dtype,
+    row_count,
+    static_size,
+    tensor,
+    token_count,
+)
 from octavo.codegen.specs_triton import (
     Heads,
     act_mul_spec,
@@ -84,7 +93,7 @@ def act_mul(node: fx.Node, target: Target) -> KernelSpec:
 def rope(node: fx.Node, target: Target) -> KernelSpec:
     num_heads, head_dim = static_size(node, "x", 2), static_size(node, "x", 3)
     rotary_dim, is_interleaved = static_size(node, "cos", -1), arguments(node)["interleaved"]
-    return rope_spec(row_count(node), num_heads, head_dim, rotary_dim, dtype_of(node, "x"), is_interleaved)
+    return rope_spec(token_count(node), num_heads, head_dim, rotary_dim, dtype_of(node, "x"), is_interleaved)
 
 
 def kv_write(node: fx.Node, target: Target) -> KernelSpec:
@@ -95,7 +104,9 @@ def kv_write(node: fx.Node, target: Target) -> KernelSpec:
 def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
     given = arguments(node)
     heads, rotary_dim = heads_of(node, given["num_heads"]), static_size(node, "cos_table", 1)
-    return rope_kv_write_spec(row_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"])
+    return rope_kv_write_spec(
+        token_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"]
+    )
 
 
 def product(node: fx.Node) -> Product:
