@@ -1,5 +1,6 @@
 """What rows of the selection table read off a node."""
 
+import octavo.compiler.ops  # noqa: F401  (registers the op)
 import torch
 from octavo.codegen.row import row_count, token_count
 from torch import fx
