@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from octavo.compiler.ops.attention import may_attend
-from octavo.passes.pattern import aten, describe
+from octavo.passes.pattern import arguments, aten, describe
 from octavo.passes.rewrite import Builder, collect, extract, held, replace
 from octavo.passes.rule import PassReport
 
@@ -23,6 +23,11 @@ SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 SDPA = aten.scaled_dot_product_attention.default
 CASTS = (aten._to_copy.default,)
 HEADS_FIRST, SWAP_LAST, HEADS_TOKENS = [0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3]
+# Read the shape of what they are given, never its values.
+SHAPES_ONLY = (
+    aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default,
+)  # fmt: skip
 LARGEST_PROBE = 4097
 FORBIDDEN = -1e4  # additive masks mean "never" by anything below
 
@@ -187,13 +192,21 @@ def _operand(value: Any, order: list[int], core: Core | None = None) -> Operand:
             factor = _constant(value.args[1])
             core.scale *= factor if value.target is aten.mul.Tensor else 1.0 / factor
             value = value.args[0]
-        elif value.target is aten.repeat_interleave.self_int and value.args[2] == order[1]:
-            value = value.args[0]
+        elif _repeated_axis(value) == order[1]:
+            value = arguments(value)[0]
         elif _is_expanded_group(value) and order[1] == 1:
             value = value.args[0].args[0].args[0]  # type: ignore[union-attr]
         else:
             return Operand(value, order)
     raise Refused(f"{describe(value)} is not a value of the graph")
+
+
+def _repeated_axis(node: Node) -> int | None:
+    """The axis along which each element is repeated, if that is what `node` does."""
+    args = arguments(node)
+    if node.target is not aten.repeat_interleave.self_int or len(args) < 3 or args[2] is None:
+        return None
+    return int(args[2] % len(node.meta["val"].shape))
 
 
 def _is_constant(value: Any) -> bool:
@@ -202,7 +215,7 @@ def _is_constant(value: Any) -> bool:
 
 def _is_expanded_group(node: Node) -> bool:
     """reshape(expand(reshape(x))) that repeats every head of x (axis 1) for its group of queries."""
-    expanded = node.args[0]
+    expanded = node.args[0] if node.args else None
     if node.target is not aten.reshape.default or not isinstance(expanded, Node):
         return False
     unsqueezed = expanded.args[0]
@@ -243,6 +256,8 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
 
 def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tensor:
     """The mask for one sequence. It may depend on length, positions and constants, never on tokens."""
+    if _reads_tokens(node):
+        raise Refused(f"the mask {node.name} depends on tokens, not on positions alone")
     leaves = collect([node], [])[0]
     values: list[torch.Tensor] = []
     for leaf in leaves:
@@ -255,6 +270,19 @@ def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tenso
     with torch.no_grad():
         (mask,) = Interpreter(extract([node], leaves)).run(*values)
     return mask  # type: ignore[no-any-return]
+
+
+def _reads_tokens(node: Node) -> bool:
+    """Whether a value comes from input_ids by more than shapes."""
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder" and node.name != "position_ids":
+            return True
+        inputs = [] if node.target in SHAPES_ONLY else node.all_input_nodes
+        pending += [n for n in inputs if n not in seen]
+        seen.update(inputs)
+    return False
 
 
 def _allowed(mask: torch.Tensor, kind: str, node: Node) -> torch.Tensor:

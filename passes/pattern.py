@@ -62,13 +62,13 @@ class Match:
 
 @dataclass
 class Trace:
-    """The attempt of a failed match that got furthest."""
+    """The attempt of a failed match that got furthest; of several, the first, whose order is the pattern's."""
 
     depth: int = 0
     reason: str = ""
 
     def miss(self, match: Match, reason: str) -> None:
-        if len(match.nodes) >= self.depth:
+        if len(match.nodes) > self.depth or not self.reason:
             self.depth, self.reason = len(match.nodes), reason
 
 

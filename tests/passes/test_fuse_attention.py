@@ -1,0 +1,154 @@
+"""Attention is recognised in every spelling, masks are classified by what they allow, and others are refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from lowered import LoweredGraph
+from models import HEAD_DIM, LAYERS, SCALE, WINDOW
+from stages import BF16, FP32, SETTINGS, after, assert_idempotent, assert_same_numbers, before, calls, count
+from torch import fx
+
+from octavo.compiler.pipeline import Settings
+from octavo.passes.fuse_attention import fuse_attention
+from octavo.passes.pattern import aten
+from octavo.passes.rule import PassReport
+
+attention = torch.ops.octavo.attention.default
+LENGTH = 16
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "window"),
+    [
+        ("sdpa", FP32, 0),
+        ("softmax", FP32, 0),
+        ("softmax", BF16, 0),
+        ("fused", FP32, 0),
+        ("einsum", FP32, 0),
+        ("window", FP32, WINDOW),
+    ],
+)
+def test_fires_with_the_same_numbers(name: str, dtype: torch.dtype, window: int) -> None:
+    graph_module, report = after("fuse_attention", name, dtype)
+    assert report.matched == count(graph_module, attention) == LAYERS
+    assert count(graph_module, aten.matmul.default, aten.repeat_interleave.self_int) == 0
+    for node in calls(graph_module, attention):
+        assert node.args[3:] == (None, pytest.approx(SCALE), True, window, 0.0)
+    assert_same_numbers(graph_module, name, dtype)
+
+
+def test_unrepeats_the_heads_of_grouped_queries() -> None:
+    for name in ("sdpa", "softmax"):
+        graph_module, _ = after("fuse_attention", name)
+        shapes = [[n.meta["val"].shape[2] for n in node.args[:3]] for node in calls(graph_module, attention)]
+        assert shapes == [[4, 2, 2]] * LAYERS
+
+
+def test_bidirectional_attention_is_fused_as_such() -> None:
+    graph_module, _ = after("fuse_attention", "bidirectional")
+    assert [node.args[5] for node in calls(graph_module, attention)] == [False] * LAYERS
+
+
+def test_refuses_a_prefix_mask_with_its_pairs() -> None:
+    report = fuse_attention(before("fuse_attention", "prefix"), SETTINGS.max_model_len)
+    # 48 * 49 / 2 pairs are causal; tokens 0 and 1 see two and one more.
+    expected = "is neither causal nor a sliding window: over 48 positions it allows 1179 pairs, causal would allow 1176"
+    assert report.matched == 0
+    assert [r.reason.removeprefix("the mask masked_fill ") for r in report.rejected] == [expected] * LAYERS
+    assert "layers.0.attention, models.py:" in report.rejected[0].where
+
+
+def test_idempotent() -> None:
+    assert_idempotent("fuse_attention", "softmax")
+
+
+Scores = Callable[[LoweredGraph, fx.Node], fx.Node]
+
+
+def refused(change: Scores, heads: int = 2, axis: int = -1, twice: bool = False) -> str:
+    """Why attention over the changed scores is left alone."""
+    graph = LoweredGraph()
+    ids = graph.placeholder("input_ids", torch.zeros(1, 11, dtype=torch.int64), [1])
+    q, k, v = (graph.tokens(name, (heads, HEAD_DIM), FP32) for name in "qkv")
+    q, v = (graph.function(aten.permute.default, node, [0, 2, 1, 3]) for node in (q, v))
+    k = graph.function(aten.permute.default, k, [0, 2, 3, 1])
+    graph.ids = ids  # type: ignore[attr-defined]
+    scores = change(graph, graph.function(aten.matmul.default, q, k))
+    weights = graph.function(aten.softmax.int, scores, axis)
+    out = graph.function(aten.matmul.default, weights, v)
+    report = fuse_attention(graph.finish(out, weights) if twice else graph.finish(out), LENGTH)
+    return reason_of(report)
+
+
+def reason_of(report: PassReport) -> str:
+    assert report.matched == 0
+    (rejection,) = report.rejected
+    return rejection.reason
+
+
+def plus(mask: torch.Tensor) -> Scores:
+    """Adds a constant mask, cut to the length of the sequence."""
+
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        length = graph.function(aten.sym_size.int, graph.ids, 1)  # type: ignore[attr-defined]
+        cut = graph.weight("mask", mask)
+        for axis in (mask.dim() - 2, mask.dim() - 1):
+            cut = graph.function(aten.slice.Tensor, cut, axis, 0, length)
+        return graph.function(aten.add.Tensor, scores, cut)
+
+    return change
+
+
+CAUSAL = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
+
+
+def test_refuses_a_bias_that_differs_between_heads() -> None:
+    slopes = torch.tensor([1.0, 0.5])[:, None, None] * torch.arange(LENGTH)
+    assert refused(plus((CAUSAL + slopes)[None])) == (
+        "the mask slice_tensor_1 differs between heads or sequences: it is a bias, shape (1, 2, 16, 16)"
+    )
+
+
+def test_refuses_a_bias_on_allowed_scores() -> None:
+    assert refused(plus(CAUSAL + 0.25)) == "the mask slice_tensor_1 adds up to 0.25 to allowed scores"
+
+
+def test_refuses_a_mask_that_forbids_by_little() -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        later = graph.weight("later", CAUSAL.bool()[:1, :1])
+        return graph.function(aten.masked_fill.Scalar, scores, later, -5.0)
+
+    assert refused(change) == "masked scores become -5.0, which does not forbid a key"
+
+
+def test_refuses_a_mask_that_depends_on_tokens() -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        padding = graph.function(aten.eq.Scalar, graph.ids, 90)  # type: ignore[attr-defined]
+        wide = graph.function(aten.reshape.default, padding, [1, 1, 1, -1])
+        return graph.function(aten.masked_fill.Scalar, scores, wide, float("-inf"))
+
+    assert refused(change) == "the mask reshape_default depends on tokens, not on positions alone"
+
+
+def test_refuses_a_scale_that_is_computed() -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        return graph.function(aten.mul.Tensor, scores, graph.weight("temperature", torch.ones(1)))
+
+    assert refused(change) == "the scores are multiplied by temperature, which is not a constant"
+
+
+def test_refuses_an_op_between_scores_and_softmax() -> None:
+    reason = refused(lambda graph, scores: graph.function(aten.relu.default, scores))
+    assert reason == "relu_default (aten.relu) stands between the scores and the softmax"
+
+
+def test_refuses_softmax_over_queries_and_weights_used_twice() -> None:
+    assert refused(lambda _, scores: scores, axis=2) == "softmax over axis 2, not over the keys"
+    assert "not into one product with v" in refused(lambda _, scores: scores, twice=True)
+
+
+def test_a_window_as_long_as_the_model_is_none() -> None:
+    graph_module = before("fuse_attention", "window")
+    fuse_attention(graph_module, Settings(4, WINDOW).max_model_len)
+    assert [node.args[6] for node in calls(graph_module, attention)] == [0] * LAYERS
