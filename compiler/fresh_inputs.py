@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+import octavo.compiler.ops  # noqa: F401  (registers the ops named below)
+
 octavo, aten = torch.ops.octavo, torch.ops.aten
 LINEARS = (octavo.linear.default, aten.linear.default)
 LARGE = 257  # rows of a vocabulary are all alike: this many prove as much as all

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+import octavo.compiler.ops  # noqa: F401  (registers the ops that patterns name)
+
 aten = torch.ops.aten
 Target = Callable[..., Any]
 Number = int | float

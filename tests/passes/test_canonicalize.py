@@ -30,7 +30,9 @@ def test_fires_and_keeps_every_bit(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(logits(graph_module, tokens(length)), unchanged)
 
 
-def canonical(made: Made, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = FP32) -> tuple[list[str], PassReport]:
+def canonical(
+    made: Made, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = FP32
+) -> tuple[list[str], PassReport]:
     """Calls that are left of what `made` makes of x (1, T, *shape)."""
     graph = LoweredGraph()
     graph_module = graph.finish(made(graph, graph.tokens("x", shape, dtype)))
@@ -81,7 +83,9 @@ def test_one_spelling(made: Made, left: list[str]) -> None:
 
 def test_a_part_of_a_chunk_is_a_slice() -> None:
     def made(graph: LoweredGraph, x: fx.Node) -> fx.Node:
-        return graph.function(torch.ops.aten.neg.default, part(graph, graph.function(aten.chunk.default, x, 3, -1), 1))
+        return graph.function(
+            torch.ops.aten.neg.default, part(graph, graph.function(aten.chunk.default, x, 3, -1), 1)
+        )
 
     assert canonical(made)[0] == ["aten::slice(3, 2, 4)", "aten::neg()"]
 

@@ -38,7 +38,9 @@ def test_rows_are_the_angles_of_their_positions() -> None:
 def test_learned_rows_are_looked_up_as_they_are() -> None:
     graph_module, report = after("fold_position_tables", "fused")
     assert report.notes == {}
-    rows = [n for n in calls(graph_module, octavo.embedding.default) if str(n.args[1]) == "embed_positions_weight"]
+    rows = [
+        n for n in calls(graph_module, octavo.embedding.default) if str(n.args[1]) == "embed_positions_weight"
+    ]
     assert [str(n.args[0]) for n in rows] == ["position_ids"]
 
 

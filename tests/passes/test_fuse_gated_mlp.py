@@ -23,7 +23,9 @@ def test_fires_with_the_same_numbers(dtype: torch.dtype) -> None:
     assert_same_numbers(graph_module, "llama", dtype)
 
 
-def mlp(activation: Any, swapped: bool = False, both: bool = False, **options: Any) -> tuple[list[Any], PassReport]:
+def mlp(
+    activation: Any, swapped: bool = False, both: bool = False, **options: Any
+) -> tuple[list[Any], PassReport]:
     """Activations found in a hand-made block; swapped puts the activated factor second."""
     graph = LoweredGraph()
     x = graph.tokens("x", (16,), FP32)

@@ -29,14 +29,20 @@ def test_adds_the_inputs_of_a_step_and_the_caches_in_order() -> None:
     assert [n.name for n in inputs] == [*STEP_INPUTS, *caches]
     shapes = {tuple(n.meta["val"].shape[1:]) for n in inputs if n.name in caches}
     assert shapes == {(KV_HEADS, SETTINGS.page_size, HEAD_DIM)}
-    symbols = [n.meta["val"].shape[0] for n in inputs if n.name in ("seq_lens", "logit_rows", "slot_mapping", "k_cache_0")]
+    symbols = [
+        n.meta["val"].shape[0]
+        for n in inputs
+        if n.name in ("seq_lens", "logit_rows", "slot_mapping", "k_cache_0")
+    ]
     assert len({str(size) for size in symbols}) == 4
 
 
 def test_every_layer_writes_before_it_reads_its_own_caches() -> None:
     graph_module, _ = after("insert_paged_kv")
     pairs = zip(
-        calls(graph_module, octavo.kv_write.default), calls(graph_module, octavo.paged_attention.default), strict=True
+        calls(graph_module, octavo.kv_write.default),
+        calls(graph_module, octavo.paged_attention.default),
+        strict=True,
     )
     for layer, (write, read) in enumerate(pairs):
         assert write < read

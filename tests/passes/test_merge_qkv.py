@@ -40,7 +40,9 @@ def test_refuses_projections_without_rotation() -> None:
 
 def test_refuses_a_bias_on_some() -> None:
     graph_module = before("merge_qkv", "biased")
-    query = next(n for n in calls(graph_module, octavo.linear.default) if str(n.args[1]).endswith("_q_weight"))
+    query = next(
+        n for n in calls(graph_module, octavo.linear.default) if str(n.args[1]).endswith("_q_weight")
+    )
     query.args = query.args[:2]
     reasons = [r.reason for r in run_pass(merge_qkv, graph_module).rejected]
     assert reasons == ["some of the projections have a bias and some have none"]

@@ -121,7 +121,9 @@ def two_layers(second: float = 2.0, dtype: torch.dtype = FP32, width: int = 4) -
     graph_module = g.finish(last)
     sites = []
     for root, source, number in ((last, first, second), (first, x, 2.0)):
-        sites.append(replace(graph_module, [root], lambda b, s=source, n=number: [b.call(MUL, s, -n)], [source]))
+        sites.append(
+            replace(graph_module, [root], lambda b, s=source, n=number: [b.call(MUL, s, -n)], [source])
+        )
     return sites
 
 
@@ -133,7 +135,10 @@ def test_equal_sites_have_one_key_and_share_their_forms() -> None:
 
 
 def test_other_numbers_dtypes_and_shapes_are_other_sites() -> None:
-    keys = [two_layers()[0].key, *(two_layers(**o)[0].key for o in ({"second": 3.0}, {"dtype": BF16}, {"width": 8}))]  # type: ignore[arg-type]
+    keys = [
+        two_layers()[0].key,
+        *(two_layers(**o)[0].key for o in ({"second": 3.0}, {"dtype": BF16}, {"width": 8})),
+    ]  # type: ignore[arg-type]
     assert len(set(keys)) == 4
 
 

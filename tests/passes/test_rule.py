@@ -66,7 +66,11 @@ def test_a_rejected_way_to_match_does_not_hide_another() -> None:
     x, y = (g.tokens(name, (4,), FP32) for name in "xy")
     graph_module = g.finish(g.function(MUL, x, y))
     only_y = Rule(
-        "only_y", mul(Var("a"), Var("b")), negative, ("a", "b"), lambda f: None if f["a"] is y else "a is not y"
+        "only_y",
+        mul(Var("a"), Var("b")),
+        negative,
+        ("a", "b"),
+        lambda f: None if f["a"] is y else "a is not y",
     )
     report = applied([only_y], graph_module)
     assert (report.matched, report.rejected) == (1, [])
@@ -99,7 +103,9 @@ def missed(depth: int) -> list[Rejection]:
 def test_more_than_half_of_a_pattern_is_a_near_miss() -> None:
     assert missed(2) == []
     (miss,) = missed(3)
-    assert miss == Rejection("neg_default_2", "node neg_default_2", "four: expected aten.neg, got exp_default (aten.exp)")
+    assert miss == Rejection(
+        "neg_default_2", "node neg_default_2", "four: expected aten.neg, got exp_default (aten.exp)"
+    )
 
 
 def test_near_misses_of_nodes_that_are_gone_are_forgotten() -> None:
@@ -116,7 +122,9 @@ def test_a_match_through_casts_does_not_start_at_a_dead_node() -> None:
     g = LoweredGraph()
     x = g.tokens("x", (4,), FP32)
     g.function(NEG, g.function(NEG, x))  # nobody reads it
-    graph_module = g.finish(g.function(NEG, g.function(aten._to_copy.default, g.function(NEG, x), dtype=FP32)))
+    graph_module = g.finish(
+        g.function(NEG, g.function(aten._to_copy.default, g.function(NEG, x), dtype=FP32))
+    )
     rule = Rule("cast_neg", call(NEG, args=(cast(call(NEG, args=(Var("a"),))),)), negative, ("a",))
     assert applied([rule], graph_module).matched == 1
 

@@ -32,7 +32,12 @@ def test_parts_become_weights_of_their_own() -> None:
 
 
 def split(
-    axis: int = 2, start: int = 0, step: int | None = None, whole: bool = False, made: bool = False, bias: bool = False
+    axis: int = 2,
+    start: int = 0,
+    step: int | None = None,
+    whole: bool = False,
+    made: bool = False,
+    bias: bool = False,
 ) -> tuple[fx.GraphModule, PassReport]:
     """One part of a product of width 24, under a condition."""
     graph = LoweredGraph()

@@ -14,6 +14,7 @@ from octavo.compiler.fresh_inputs import Chunk, step_inputs
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, apply_step
 from octavo.passes.rule import PassReport
 
+torch.set_num_threads(1)  # for tensors this small, threads only wait for each other
 SETTINGS = Settings(page_size=4, max_model_len=LONGEST)
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTHS = (7, 12)  # the length that models are captured with, and another
@@ -103,7 +104,11 @@ def _paged_logits(graph_module: GraphModule, names: list[str], input_ids: Tensor
                 shape, dtype = node.meta["val"].shape[1:], node.meta["val"].dtype
                 empty = torch.full((step.num_pages, *shape), float("nan"), dtype=dtype)
                 caches.setdefault(node.name, empty)
-        given = {**step.tensors, "input_ids": input_ids[:, start:end], "logit_rows": torch.arange(end - start)}
+        given = {
+            **step.tensors,
+            "input_ids": input_ids[:, start:end],
+            "logit_rows": torch.arange(end - start),
+        }
         (result,) = graph_module(*({**given, **caches}[name] for name in names))
         results.append(result[0])
     return results
@@ -115,7 +120,9 @@ def assert_same_numbers(graph_module: GraphModule, name: str, dtype: torch.dtype
     for length in LENGTHS:
         with torch.no_grad():
             expected = reference_logits(model, tokens(length))[0].double()
-        difference = (logits(graph_module, tokens(length)).double() - expected).abs().max() / expected.abs().max()
+        difference = (
+            logits(graph_module, tokens(length)).double() - expected
+        ).abs().max() / expected.abs().max()
         assert difference <= BOUND[dtype], f"{length} tokens: {float(difference):.1e}"
 
 
