@@ -136,14 +136,14 @@ def _pack(
         "options": {**asdict(options), "dump": None, "page_size": settings.page_size},
         "provenance": {"capture_route": captured.route, "torch": torch.__version__},
     }  # fmt: skip
-    report = {"passes": summary(lowered.reports), "kernels": built.kernels, "memory": built.memory,
+    report = {"passes": summary([*lowered.reports, built.plan]), "kernels": built.kernels, "memory": built.plan.notes,
               "selections": built.selections, "proof_s": lowered.proof_s}  # fmt: skip
     texts = {
         **dumps.texts,
         LOWERED_GRAPH.removeprefix("graph/"): print_graph(lowered.graph_module, "lowered"),
     }
     dumps.write_summary(
-        [f"workspace {built.memory['peak']} bytes per token", f"{len(built.kernels)} kernels"]
+        [f"workspace {built.plan.notes['peak']} bytes per token", f"{len(built.kernels)} kernels"]
     )
     written = pack(path, built, lowered.graph_module, manifest, report, texts, _tokenizer_files(tokenizer))
     return Compiled(Artifact.open(written), temporary)

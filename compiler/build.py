@@ -1,6 +1,7 @@
 """Lowered graph -> what an artifact holds: select, plan, emit, build, pack."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from octavo.compiler.target import Target
 from octavo.compiler.weights import Weight
 from octavo.passes.plan_memory import plan_memory
 from octavo.passes.rewrite import held
+from octavo.passes.rule import PassReport
 
 LOWERED_GRAPH = "graph/lowered.py"
 Progress = Callable[[str, int, int], None]
@@ -42,7 +44,7 @@ class Built:
     program: Program
     files: dict[str, bytes]
     kernels: list[dict[str, Any]]
-    memory: dict[str, int]
+    plan: PassReport
     selections: list[dict[str, Any]] = field(default_factory=list)
     missing: str = ""
 
@@ -52,11 +54,14 @@ def build(
 ) -> Built:
     """Choose and build the kernels of a lowered graph. Raises CodegenError for an op without a kernel."""
     selections = {n: select(n, target) for n in graph_module.graph.nodes if _is_kernel(n)}
+    plan = PassReport("plan_memory", nodes_before=len(selections), nodes_after=len(selections))
+    start = time.perf_counter()
     memory = plan_memory(graph_module.graph)
+    plan.ms, plan.notes = (time.perf_counter() - start) * 1e3, asdict(memory)
     specs = {node: selection.spec for node, selection in selections.items()}
     program = emit(graph_module, specs, memory, page_size)
     launches = list({launch.name: launch for spec in specs.values() for launch in spec.launches}.values())
-    built = Built(program, {}, [], asdict(memory), _choices(selections))
+    built = Built(program, {}, [], plan, _choices(selections))
     if target.family == "cpp":
         _build_host(built, program, launches, progress)
     else:

@@ -201,6 +201,7 @@ def expected_attentions(captured: Captured) -> list[str]:
 def _require_attentions(graph_module: GraphModule, expected: Sequence[str], report: PassReport) -> None:
     """As many octavo.attention as the model has attentions, or an error that names those that were missed."""
     found = [n for n in graph_module.graph.nodes if n.op == "call_function" and op(n) == "octavo::attention"]
+    report.notes["attentions"] = f"{len(found)} of {len(expected)}"
     if len(found) != len(expected):
         reasons = [f"{r.where}: {r.reason}" for r in (*report.rejected, *report.near_misses)]
         raise PassError(
