@@ -73,7 +73,7 @@ class Verdict:
 
     def table(self) -> RenderableType:
         """pass, error, bound, verdict."""
-        table = plain_table("bisect", "pass", "error", "bound", "verdict", left=("pass", "verdict"))
+        table = plain_table("pass", "error", "bound", "verdict", left=("pass", "verdict"))
         for row in self.rows:
             verdict = "right" if row.is_right and row.name != self.guilty else "wrong"
             table.add_row(row.name, f"{row.error:.1e}", f"{row.bound:.0e}", verdict)

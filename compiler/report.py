@@ -30,7 +30,7 @@ class Report:
         return cls(json.loads(artifact.read("report.json")))
 
     def __str__(self) -> str:
-        return as_text(self.pass_table(), self.kernel_table())
+        return as_text(self.pass_table(), "", self.kernel_table())
 
     def pass_table(self) -> RenderableType:
         """Every pass: what it matched, rejected and nearly matched, and its proof."""
@@ -49,14 +49,17 @@ def as_text(*renderables: RenderableType, width: int = WIDTH) -> str:
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
-def plain_table(title: str, *names: str, left: Sequence[str] = ()) -> Table:
+def plain_table(*names: str, left: Sequence[str] = ()) -> Table:
     """A table without vertical lines; numbers to the right, the columns of `left` to the left."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=0, show_edge=False
-    )
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for name in names:
         table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     return table
+
+
+def titled(title: str, *parts: RenderableType) -> Group:
+    """A line above a table. The table's own title would be wrapped to its width."""
+    return Group(Text(title, style="bold"), *parts)
 
 
 def pass_table(rows: Sequence[Row]) -> RenderableType:
@@ -67,7 +70,7 @@ def pass_table(rows: Sequence[Row]) -> RenderableType:
     """
     before = rows[0]["nodes_before"] if rows else 0
     names = ("pass", "matched", "rejected", "near", "nodes", "ms", "sites", "error", "bound")
-    table = plain_table(f"passes ({before} nodes as captured)", *names, left=("pass",))
+    table = plain_table(*names, left=("pass",))
     reasons = []
     for row in rows:
         proof = (str(row["proven_sites"]), f"{row['worst_error']:.1e}", f"{row['error_bound']:.1e}")
@@ -76,27 +79,26 @@ def pass_table(rows: Sequence[Row]) -> RenderableType:
             str(row["nodes_after"]), f"{row['ms']:.0f}", *(proof if row["proven_sites"] else ("-", "-", "-")),
         )  # fmt: skip
         reasons += [Text(f"{row['pass']}: {reason}") for reason in row["reasons"][:MAX_REASONS]]
-    return Group(table, *reasons, *([Text("")] if reasons else []))
+    return titled(f"passes ({before} nodes as captured)", table, *reasons)
 
 
 def kernel_table(rows: Sequence[Row]) -> RenderableType:
     """GPU: registers, spills, memory, warps, instructions. CPU: bytes and FLOPs of a step."""
-    return _host_kernels(rows) if rows and "registers" not in rows[0] else _gpu_kernels(rows)
+    is_host = rows and "registers" not in rows[0]
+    return titled(f"{len(rows)} kernels", _host_kernels(rows) if is_host else _gpu_kernels(rows))
 
 
-def _host_kernels(rows: Sequence[Row]) -> RenderableType:
-    table = plain_table(f"{len(rows)} kernels", "kernel", "bytes", "flops", left=("kernel", "bytes", "flops"))
+def _host_kernels(rows: Sequence[Row]) -> Table:
+    table = plain_table("kernel", "bytes", "flops", left=("kernel", "bytes", "flops"))
     names = short_names(rows)
     for row in rows:
         table.add_row(names[row["name"]], str(row["bytes"]), str(row["flops"]))
     return table
 
 
-def _gpu_kernels(rows: Sequence[Row]) -> RenderableType:
+def _gpu_kernels(rows: Sequence[Row]) -> Table:
     """Two lines for each kernel: the second says when it runs, and its key instructions."""
-    table = plain_table(
-        f"{len(rows)} kernels", "kernel", "regs", "spill", "smem", "tmem", "warps", "instr", left=("kernel",)
-    )
+    table = plain_table("kernel", "regs", "spill", "smem", "tmem", "warps", "instr", left=("kernel",))
     names = short_names(rows)
     for row in rows:
         notes = "; ".join(

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from octavo.compiler import api
+from octavo.compiler.api import Compiled
 from octavo.compiler.models import LoadedModel, load_model
 from octavo.compiler.options import DType, Verify
 from octavo.compiler.progress import progress_bars
@@ -58,13 +59,15 @@ def load(name: str) -> tuple[LoadedModel, float]:
     return loaded, bars.seconds["load"]
 
 
-def show(compiled: api.Compiled, seconds: dict[str, float], dump: Path | None) -> None:
+def show(compiled: Compiled, seconds: dict[str, float], dump: Path | None) -> None:
     """The tables of a compilation, where its files are, and how long it took."""
     console = Console(stderr=True, highlight=False)
     report = compiled.report()
     console.print(report.pass_table())
+    console.print()
     if compiled.artifact.manifest["target"] != "cpu":
         console.print(report.kernel_table())
+        console.print()
     files = compiled.artifact.files
     total = sum(entry.num_bytes for entry in files.values())
     lines = {

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import evaluate
-from octavo.compiler.report import Report, plain_table, size_text
+from octavo.compiler.report import Report, plain_table, size_text, titled
 from octavo.runtime.model_runner import FEATURES, page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
@@ -26,6 +26,7 @@ def show_artifact(path: Path, as_json: bool) -> None:
     console = Console(highlight=False)
     for title, pairs in facts.items():
         console.print(_pairs(title, pairs))
+        console.print()
     console.print(_files(artifact))
 
 
@@ -60,21 +61,21 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
 
 
 def _pairs(title: str, pairs: Mapping[str, Any]) -> RenderableType:
-    table = plain_table(title, "", "", left=("",))
+    table = plain_table("", "", left=("",))
     table.show_header = False
     for name, value in pairs.items():
         is_size = title == "memory" and isinstance(value, int)
         table.add_row(f"{name:<20}", size_text(value) if is_size else str(value))
-    return table
+    return titled(title, table)
 
 
 def _files(artifact: Artifact) -> RenderableType:
     total = sum(entry.num_bytes for entry in artifact.files.values())
     title = f"{len(artifact.files)} files, {size_text(total)}; all match their sha256"
-    table = plain_table(title, "file", "size", "sha256", left=("file",))
+    table = plain_table("file", "size", "sha256", left=("file",))
     for name, entry in sorted(artifact.files.items()):
         table.add_row(name, size_text(entry.num_bytes), entry.sha256[:12])
-    return table
+    return titled(title, table)
 
 
 def show_kernels(path: Path, as_json: bool) -> None:

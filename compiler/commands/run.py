@@ -147,13 +147,16 @@ class Session:
     def _printed(self, messages: Sequence[Message]) -> Iterator[str]:
         """The pieces of an answer, each on the screen before it is yielded."""
         with closing(self._stream([self.prompt(messages)])) as tokens:
+            is_begun = False
             try:
                 for token in tokens:
+                    is_begun = True
                     piece = token.text if self.tokenizer is not None else f"{token.token_id} "
                     print(piece, end="", flush=True)
                     yield piece
             finally:
-                print(flush=True)
+                if is_begun:
+                    print(flush=True)
 
     def _stream(self, prompts: list[Prompt]) -> Generator[Token, None, None]:
         began = latest = time.perf_counter()

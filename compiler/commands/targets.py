@@ -17,9 +17,7 @@ def show_targets(as_json: bool) -> None:
     if as_json:
         print(json.dumps([{**asdict(target), "flops": dict(target.flops)} for target in known], indent=1))
         return
-    table = plain_table(
-        "targets", "name", "kernels", "arch", "page", "SMs", "memory", "TB/s", left=("name", "kernels")
-    )
+    table = plain_table("name", "kernels", "arch", "page", "SMs", "memory", "TB/s", left=("name", "kernels"))
     for target in known:
         memory = None if target.hbm_bytes is None else size_text(target.hbm_bytes)
         rate = None if target.hbm_bytes_per_s is None else f"{target.hbm_bytes_per_s / 1e12:.1f}"

@@ -1,0 +1,54 @@
+"""`octavo compile`: options reach the artifact, and nothing half done stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+Run = Callable[..., tuple[int, str, str]]
+TINY = f"{Path(__file__).resolve().parents[2]}/support/tiny_llama.py:build"
+
+
+def test_compile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ("--dtype", "bf16", "--page-size", "8", "--max-model-len", "32", "--max-batch-tokens", "16")
+    code, out, err = run("compile", TINY, *options, "--verify", "sites", "--dump", "dumps")
+    assert (code, out) == (0, "tiny_llama-cpu.octavo\n")
+    artifact = octavo.load(out.strip()).artifact
+    expected = {
+        "dtype": "bf16",
+        "page_size": 8,
+        "max_model_len": 32,
+        "max_batch_tokens": 16,
+        "verify": "sites",
+    }
+    assert expected.items() <= artifact.manifest["options"].items()
+    assert {p.name for p in tmp_path.iterdir()} == {"tiny_llama-cpu.octavo", "dumps"}
+    assert (tmp_path / "dumps/summary.txt").is_file()
+    assert "passes (" in err and "insert_paged_kv" in err and "dumps:" in err
+    assert "load " in err and "capture " in err and str(tmp_path / out.strip()) in err
+    assert max(map(len, err.splitlines()[:-4])) <= 80
+
+
+def test_compile_leaves_other_files_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    code, out, err = run("compile", TINY, "-o", tmp_path)
+    assert (code, out) == (2, "") and "expected no file, or an artifact to replace" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "where", ["octavo.compiler.api.check_whole_model", "octavo.compiler.artifact.write_weights"]
+)
+def test_interrupt_leaves_no_artifact(
+    where: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupt)
+    code, out, err = run("compile", TINY, "-o", tmp_path / "out.octavo")
+    assert (code, out, err) == (130, "", "octavo: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
