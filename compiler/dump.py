@@ -27,7 +27,21 @@ SHORT = {
 }  # fmt: skip
 LONG = {short: dtype for dtype, short in SHORT.items()}
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in SHORT}
-CALLS = {"operator.getitem": operator.getitem}
+FLOATS = ("inf", "nan")
+CONSTANTS = {
+    **DTYPE_NAMES, "strided": torch.strided, "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+}  # fmt: skip
+# Besides ops: items of tuples, and arithmetic on sizes.
+CALLS: dict[str, Any] = {
+    f"operator.{f.__name__}": f
+    for f in (
+        operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv,
+        operator.mod, operator.neg, operator.pow,
+    )
+}  # fmt: skip
+CALLS |= {f"torch.{f.__name__}": f for f in (torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min)}
+CALL_NAMES = {function: name for name, function in CALLS.items()}
 PREAMBLE = '''"""{header}"""
 
 import math
@@ -58,7 +72,8 @@ def print_graph(graph_module: GraphModule, header: str = "") -> str:
     place = ""
     for node in nodes:
         if node.op == "call_function":
-            if (origin := _origin(node)) != place:
+            origin = _origin(node)
+            if origin and origin != place:
                 place = origin
                 lines.append(f"    # {origin}")
             lines.append(f"    {node.name} = {_call(node)}  # {_type(node.meta.get('val'), names)}")
@@ -108,8 +123,8 @@ def _call(node: Node) -> str:
 
 
 def _target(target: Any) -> str:
-    if target is operator.getitem:
-        return "operator.getitem"
+    if target in CALL_NAMES:
+        return CALL_NAMES[target]
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     raise IllegalGraphError(f"dump: {target} is not an op that has a name in the text form")
@@ -133,8 +148,8 @@ def load_graph(text: str, weights: Mapping[str, Tensor] | nn.Module | None = Non
     """
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise IllegalGraphError(f"dump: the text is not Python: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise IllegalGraphError(f"dump: the text is not Python: {error or 'nested too deep'}") from None
     declared: Any = None
     function: ast.FunctionDef | None = None
     for statement in tree.body:
@@ -144,7 +159,10 @@ def load_graph(text: str, weights: Mapping[str, Tensor] | nn.Module | None = Non
             function = statement
     if not isinstance(declared, dict) or function is None:
         raise IllegalGraphError("dump: expected WEIGHTS and a function forward; is this a dump of octavo?")
-    return _Loader(declared, weights).load(function)
+    try:
+        return _Loader(declared, weights).load(function)
+    except RecursionError:
+        raise IllegalGraphError("dump: an argument is nested too deep") from None
 
 
 def _literal(value: ast.expr) -> Any:
@@ -225,12 +243,16 @@ class _Loader:
         args = tuple(self._value(a) for a in call.args)
         kwargs = {str(k.arg): self._value(k.value) for k in call.keywords}
         node = self.graph.create_node("call_function", _resolve(call.func), args, kwargs, name=target.id)
-        set_meta(node, self.mode)
+        try:
+            set_meta(node, self.mode)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            text = f"{ast.unparse(call.func)} does not take these arguments"
+            raise IllegalGraphError(f"dump: line {statement.lineno}: {text} ({_first_line(error)})") from None
         self.nodes[target.id] = node
 
     def _value(self, value: ast.expr) -> Any:
         if isinstance(value, ast.Name):
-            if value.id in ("inf", "nan"):
+            if value.id in FLOATS:
                 return float(value.id)
             if value.id not in self.nodes:
                 raise IllegalGraphError(f"dump: line {value.lineno}: {value.id} is not defined above")
@@ -244,13 +266,21 @@ class _Loader:
             return [self._value(e) for e in value.elts]
         if isinstance(value, ast.Tuple):
             return tuple(self._value(e) for e in value.elts)
-        if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
-            return -self._value(value.operand)
-        if isinstance(value, ast.Attribute) and _is_name(value.value, "torch") and value.attr in DTYPE_NAMES:
-            return DTYPE_NAMES[value.attr]
+        if (
+            isinstance(value, ast.UnaryOp)
+            and isinstance(value.operand, ast.Name)
+            and value.operand.id in FLOATS
+        ):
+            return -float(value.operand.id)
+        if isinstance(value, ast.Attribute) and _is_name(value.value, "torch") and value.attr in CONSTANTS:
+            return CONSTANTS[value.attr]
         if isinstance(value, ast.Call) and _is_name(value.func, "device"):
             return torch.device(_literal(value.args[0]))
         return _literal(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _parse_type(kind: str) -> tuple[torch.dtype, list[str]]:

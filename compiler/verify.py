@@ -63,7 +63,8 @@ def _prove(site: Site, report: PassReport, context: str) -> Evidence:
     except _Unproven as failure:
         what = str(failure)
     except Exception as error:
-        what = f"it does not run ({type(error).__name__}: {error})"
+        first_line = str(error).partition("\n")[0]
+        what = f"it does not run ({type(error).__name__}: {first_line})"
     raise PassError(
         f"{report.name}: the rewrite of {site.where} is not equal to what it replaced: {what}{context}"
     )
