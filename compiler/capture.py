@@ -158,7 +158,7 @@ def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProg
     """Both inputs have one symbolic length. Returns the longest that the model's own slices allow, if any."""
     ids, positions = (n for n in graph_module.graph.nodes if n.op == "placeholder")
     length = ids.meta["val"].shape[1]
-    if isinstance(length, int):
+    if isinstance(length, int) or length.node.expr.is_number:
         raise CaptureError(
             f"capture: {name} fixed the sequence length to {length} while it was traced; some of its code "
             "turns the length into a Python number (a list, a loop, int()); keep it a size of a tensor"

@@ -1,0 +1,89 @@
+"""The files of a compilation's dump: numbered, only where something changed, and complete on failure."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lowered import LoweredGraph
+from stages import FP32, SETTINGS, captured
+
+from octavo.compiler.dump import load_graph
+from octavo.compiler.dump_files import DumpWriter
+from octavo.compiler.errors import PassError
+from octavo.compiler.options import CompileOptions
+from octavo.compiler.pipeline import PIPELINE, dump_directory, lower
+from octavo.passes.rule import PassReport, Rejection
+
+
+def names(directory: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in directory.glob(pattern))
+
+
+def test_a_file_for_the_capture_and_each_pass_that_changed_something(tmp_path: Path) -> None:
+    dumps, model = DumpWriter(tmp_path / "new"), captured()
+    dumps.write_capture(model.graph_module)
+    lower(model, CompileOptions(verify="off"), SETTINGS, dumps=dumps)
+    dumps.write_summary(["12 kernels"])
+    files = names(tmp_path / "new", "*.py")
+    assert files[:3] == ["00_capture.py", "01_canonicalize.py", "05_fuse_rms_norm.py"]
+    assert files[-1].endswith("_fold_constants.py")
+    assert not [name for name in files if "fuse_attention" in name]  # the library has named it already
+    assert names(tmp_path / "new", "*.diff") == [name.replace(".py", ".diff") for name in files[1:]]
+    assert set(dumps.texts) == set(files)
+    text = (tmp_path / "new/05_fuse_rms_norm.py").read_text()
+    assert text.startswith('"""after fuse_rms_norm | matched 5, rejected 0 | 133 -> ')
+    assert "| legal: canonical" in text.splitlines()[0]
+    load_graph(text)
+    diff = (tmp_path / "new/05_fuse_rms_norm.diff").read_text()
+    assert "+    rms_norm = octavo.rms_norm.default(" in diff
+    summary = (tmp_path / "new/summary.txt").read_text().splitlines()
+    assert len(summary) == 1 + len(PIPELINE) + 1
+    assert summary[-1] == "12 kernels"
+    assert [line.split()[0] for line in summary[1:3]] == ["canonicalize", "split_linear"]
+
+
+def graph_module() -> torch.fx.GraphModule:
+    g = LoweredGraph()
+    return g.finish(g.function(torch.ops.aten.neg.default, g.tokens("x", (4,), FP32)))
+
+
+def test_summary_gives_the_first_reason(tmp_path: Path) -> None:
+    dumps = DumpWriter(tmp_path)
+    report = PassReport("fuse_rope", rejected=[Rejection("a", "node a", "head_dim must be even, got 65")])
+    dumps.write(3, report, graph_module(), "canonical")
+    dumps.write_summary([])
+    assert (tmp_path / "summary.txt").read_text().endswith("1  head_dim must be even, got 65\n")
+    assert names(tmp_path, "*.py") == []
+
+
+def test_failure_keeps_the_graph_and_the_reason(tmp_path: Path) -> None:
+    def broken(graph: torch.fx.GraphModule) -> PassReport:
+        raise PassError("broken: nothing fits (node a)")
+
+    dumps = DumpWriter(tmp_path)
+    with pytest.raises(PassError):
+        lower(captured(), CompileOptions(), SETTINGS, [replace(PIPELINE[0], run=broken)], dumps=dumps)
+    assert names(tmp_path, "*.py") == ["01_broken.failed.py"]
+    assert "broken failed: broken: nothing fits (node a)" in (tmp_path / "01_broken.failed.py").read_text()
+    assert (
+        (tmp_path / "summary.txt").read_text().endswith("failed in broken: broken: nothing fits (node a)\n")
+    )
+
+
+def test_without_a_directory_texts_are_kept_and_nothing_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dumps = DumpWriter(None)
+    dumps.write_capture(graph_module())
+    dumps.write_summary(["x"])
+    dumps.write_failure(0, "x", graph_module(), PassError("x"))
+    assert list(dumps.texts) == ["00_capture.py"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_option_beats_the_environment() -> None:
+    assert dump_directory(CompileOptions(), None) is None
+    assert dump_directory(CompileOptions(), "a") == Path("a")
+    assert dump_directory(CompileOptions(dump=Path("b")), "a") == Path("b")

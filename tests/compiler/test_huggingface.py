@@ -1,0 +1,102 @@
+"""Hugging Face's attention and masks arrive as one op with their attributes."""
+
+import pytest
+import torch
+from models import LAYERS, SCALE, llama, tiny
+from stages import assert_same_numbers, calls, captured
+from torch import nn
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+
+from octavo.compiler.capture import capture
+from octavo.compiler.errors import CaptureError
+from octavo.compiler.huggingface import (
+    MaskSpec,
+    _build_mask,
+    attention_as_op,
+    description,
+    is_model,
+    mask_spec,
+)
+
+attention = torch.ops.octavo.attention.default
+
+
+def test_every_layer_is_one_op_with_its_scale() -> None:
+    graph_module = captured().graph_module
+    found = calls(graph_module, attention)
+    assert [n.args[4:] for n in found] == [(SCALE,)] * LAYERS
+    assert [n.args[1].meta["val"].shape[2] for n in found] == [2] * LAYERS  # type: ignore[union-attr]
+    assert_same_numbers(graph_module, "llama")
+
+
+def test_a_sliding_window_arrives_as_a_number() -> None:
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=6, max_position_embeddings=64,
+    )  # fmt: skip
+    (node,) = calls(capture(MistralForCausalLM(config)).graph_module, attention)
+    assert node.args[5:] == (True, 6)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_model_gets_its_implementation_back(implementation: str) -> None:
+    model = llama(attn_implementation=implementation)
+    with attention_as_op(model):  # type: ignore[arg-type]
+        assert model.config._attn_implementation == "octavo"  # type: ignore[union-attr]
+    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), attention_as_op(model):  # type: ignore[arg-type]
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (causal_mask_function, MaskSpec(True, 0)),
+        (bidirectional_mask_function, MaskSpec(False, 0)),
+        (sliding_window_causal_mask_function(9), MaskSpec(True, 9)),
+        (and_masks(causal_mask_function, sliding_window_causal_mask_function(4)), MaskSpec(True, 4)),
+    ],
+)
+def test_reads_masks(function: object, expected: MaskSpec) -> None:
+    assert mask_spec(function) == expected
+
+
+def test_refuses_masks_that_cannot_be_paged() -> None:
+    with pytest.raises(
+        CaptureError, match=r"the mask 'or_masks.<locals>.or_mask' is not one that can be paged"
+    ):
+        mask_spec(or_masks(causal_mask_function, bidirectional_mask_function))
+    with pytest.raises(CaptureError, match="a padding mask was built in the ragged form"):
+        _build_mask(attention_mask=torch.ones(1, 4))
+
+
+def test_refuses_a_mask_tensor_handed_to_the_interface() -> None:
+    class Handing(type(llama())):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, **options: object) -> object:
+            length = input_ids.shape[1]
+            mask = torch.zeros(1, 1, length, length, dtype=input_ids.new_ones(1).float().dtype)
+            return super().forward(input_ids, attention_mask=mask, **options)
+
+    with pytest.raises(CaptureError, match="passes a mask tensor to the attention interface"):
+        capture(Handing(llama().config))
+
+
+def test_describes_a_model() -> None:
+    model = llama(eos_token_id=[2, 5])
+    assert description(model)["eos_token_ids"] == [2, 5]  # type: ignore[arg-type]
+    model = llama(eos_token_id=2, name_or_path="")
+    found = description(model)  # type: ignore[arg-type]
+    assert (found["eos_token_ids"], found["name"]) == ([2], "LlamaForCausalLM")
+
+
+def test_knows_its_models() -> None:
+    assert is_model(tiny("llama"))
+    assert not is_model(nn.Linear(2, 2))
