@@ -65,21 +65,23 @@ def titled(title: str, *parts: RenderableType) -> Group:
 def pass_table(rows: Sequence[Row]) -> RenderableType:
     """sites: distinct ones, each proven once; error: the worst of them, relative, beside the bound it keeps.
 
-    `nodes` counts the graph after the pass. Below the table are the first reasons of rejected and nearly
-    matched places.
+    `nodes` counts the graph after the pass. Below the table is what passes noted, and the first reasons of
+    rejected and nearly matched places.
     """
     before = rows[0]["nodes_before"] if rows else 0
     names = ("pass", "matched", "rejected", "near", "nodes", "ms", "sites", "error", "bound")
     table = plain_table(*names, left=("pass",))
-    reasons = []
+    below = []
     for row in rows:
+        notes = ", ".join(f"{name} {value}" for name, value in row.get("notes", {}).items() if value)
+        below += [Text(f"{row['pass']}: {notes}")] if notes else []
         proof = (str(row["proven_sites"]), f"{row['worst_error']:.1e}", f"{row['error_bound']:.1e}")
         table.add_row(
             row["pass"], str(row["matched"]), str(row["rejected"]), str(row["near_misses"]),
             str(row["nodes_after"]), f"{row['ms']:.0f}", *(proof if row["proven_sites"] else ("-", "-", "-")),
         )  # fmt: skip
-        reasons += [Text(f"{row['pass']}: {reason}") for reason in row["reasons"][:MAX_REASONS]]
-    return titled(f"passes ({before} nodes as captured)", table, *reasons)
+        below += [Text(f"{row['pass']}: {reason}") for reason in row["reasons"][:MAX_REASONS]]
+    return titled(f"passes ({before} nodes as captured)", table, *below)
 
 
 def kernel_table(rows: Sequence[Row]) -> RenderableType:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from octavo.compiler import api
-from octavo.compiler.api import Compiled
+from octavo.compiler.compiled import Compiled
 from octavo.compiler.models import LoadedModel, load_model
 from octavo.compiler.options import DType, Verify
 from octavo.compiler.progress import progress_bars

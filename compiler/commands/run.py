@@ -10,14 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from octavo.compiler.artifact import Artifact
 from octavo.compiler.chat import encode_chat, load_chat_template
-from octavo.compiler.errors import OptionError, RequestError, ToolchainError
+from octavo.compiler.compiled import load
+from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
-from octavo.runtime.engine import Engine
-from octavo.runtime.model_runner import ModelRunner, NativeRunner
 from octavo.runtime.request import SamplingParams, Token
-from octavo.runtime.tokenizer import load_tokenizer
 
 Prompt = str | list[int]
 Message = dict[str, str]
@@ -59,12 +56,12 @@ class Session:
 
     def __init__(self, choices: Choices) -> None:
         began = time.perf_counter()
-        self.artifact = Artifact.open(choices.artifact)
-        self.tokenizer = load_tokenizer(self.artifact)
+        compiled = load(choices.artifact)
+        self.artifact, self.tokenizer = compiled.artifact, compiled.tokenizer
         self.is_chat = self._is_chat(choices)
         self.system = [{"role": "system", "content": choices.system}] if choices.system is not None else []
         self.params = choices.params
-        self.engine = Engine(load_runner(self.artifact), self.artifact.model, self.tokenizer)
+        self.engine = compiled.engine()
         self.load_s = time.perf_counter() - began
         self.prefill_s = self.decode_s = 0.0
         self.num_decoded = 0
@@ -186,13 +183,3 @@ def _append(record: dict[str, Any], token: Token) -> None:
         record["token_ids"].append(token.token_id)
     if token.finish_reason is not None:
         record["finish_reason"] = token.finish_reason
-
-
-def load_runner(artifact: Artifact) -> ModelRunner:
-    """The host program; the eager references, with a warning, where it cannot be built."""
-    try:
-        return NativeRunner(artifact)
-    except ToolchainError:
-        api: Any = import_module("octavo.compiler.api")
-        runner: ModelRunner = api.Compiled(artifact).runner()
-        return runner

@@ -41,7 +41,14 @@ def widest(text: str) -> int:
 def test_pass_table() -> None:
     rows = [
         a_pass(),
-        a_pass(**{"pass": "fuse_rope", "proven_sites": 0, "reasons": ["node a: odd head", *"bcd"]}),
+        a_pass(
+            **{
+                "pass": "fuse_rope",
+                "proven_sites": 0,
+                "notes": {"folded": 3, "lost": 0},
+                "reasons": ["node a: odd head", *"bcd"],
+            }
+        ),
     ]
     text = as_text(pass_table(rows))
     assert widest(text) <= 80
@@ -59,7 +66,7 @@ def test_pass_table() -> None:
         "3.2e-02",
     ]
     assert lines[4].split()[-3:] == ["-", "-", "-"]
-    assert lines[5:] == ["fuse_rope: node a: odd head", "fuse_rope: b", "fuse_rope: c"]
+    assert lines[5:] == ["fuse_rope: folded 3", "fuse_rope: node a: odd head", "fuse_rope: b", "fuse_rope: c"]
     assert as_text(pass_table([])).startswith("passes (0 nodes")
 
 
