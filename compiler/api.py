@@ -69,6 +69,7 @@ def compile(
     _check(options)
     if output is not None:
         check_replaceable(output)  # now, not after a minute of work
+    tokenizer_files = _tokenizer_files(tokenizer)
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)
         bars("capture")("torch.export", 0, 1)
@@ -79,7 +80,7 @@ def compile(
         lowered = lower(captured, options, settings, pipeline, bars("passes"), dumps)
         built = build(lowered.graph_module, chosen, settings.page_size, bars("kernels"))
         bars("pack")("weights and hashes", 0, 1)
-        compiled = _pack(output, captured, lowered, built, options, settings, chosen, dumps, tokenizer)
+        compiled = _pack(output, captured, lowered, built, options, settings, chosen, dumps, tokenizer_files)
         if built.missing:
             warnings.warn(
                 f"{built.missing}; text is generated with the eager references, slowly", stacklevel=2
@@ -122,7 +123,7 @@ def with_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
 
 def _pack(
     output: Path | str | None, captured: Captured, lowered: Lowered, built: Built, options: CompileOptions,
-    settings: Settings, target: Target, dumps: DumpWriter, tokenizer: Any,
+    settings: Settings, target: Target, dumps: DumpWriter, tokenizer_files: Mapping[str, bytes],
 ) -> Compiled:  # fmt: skip
     temporary = tempfile.TemporaryDirectory(prefix="octavo-") if output is None else None
     path = Path(temporary.name) / "artifact" if temporary is not None else Path(str(output))
@@ -145,7 +146,7 @@ def _pack(
     dumps.write_summary(
         [f"workspace {built.plan.notes['peak']} bytes per token", f"{len(built.kernels)} kernels"]
     )
-    written = pack(path, built, lowered.graph_module, manifest, report, texts, _tokenizer_files(tokenizer))
+    written = pack(path, built, lowered.graph_module, manifest, report, texts, tokenizer_files)
     return Compiled(Artifact.open(written), temporary)
 
 

@@ -8,7 +8,9 @@ from models import LONGEST, VOCAB, tiny
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+import octavo
 from octavo.compiler.capture import Captured, capture, reference_logits
+from octavo.compiler.compiled import Compiled
 from octavo.compiler.errors import OctavoError
 from octavo.compiler.fresh_inputs import Chunk, step_inputs
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, apply_step
@@ -112,6 +114,26 @@ def _paged_logits(graph_module: GraphModule, names: list[str], input_ids: Tensor
         (result,) = graph_module(*({**given, **caches}[name] for name in names))
         results.append(result[0])
     return results
+
+
+@cache
+def compiled(name: str) -> Compiled:
+    """The model compiled for this machine; built once a run."""
+    return octavo.compile(tiny(name), page_size=4, max_model_len=LONGEST)
+
+
+def greedy(
+    name: str, prompt: list[int], max_tokens: int, dtype: torch.dtype = FP32
+) -> tuple[list[int], float]:
+    """What the model itself generates, token by token, and the smallest gap between its two best logits."""
+    model, ids, gap = tiny(name, dtype), list(prompt), float("inf")
+    for _ in range(max_tokens):
+        with torch.no_grad():
+            last = reference_logits(model, torch.tensor([ids]))[0, -1].float()
+        best = last.topk(2)
+        gap = min(gap, float(best.values[0] - best.values[1]))
+        ids.append(int(best.indices[0]))
+    return ids[len(prompt) :], gap
 
 
 def assert_same_numbers(graph_module: GraphModule, name: str, dtype: torch.dtype = FP32) -> None:

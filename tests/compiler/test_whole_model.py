@@ -1,0 +1,92 @@
+"""The last proof sees what no site can show: kernels, the memory plan, and what a pass did outside its sites."""
+
+import dataclasses
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from models import LONGEST, TinyLM, SPELLINGS, tiny
+from numpy.typing import NDArray
+from stages import compiled
+from torch.fx import GraphModule
+
+import octavo
+from octavo.compiler.errors import PassError
+from octavo.compiler.pipeline import PIPELINE, Step
+from octavo.compiler.whole_model import BOUND, check_whole_model
+from octavo.passes.eliminate_dead_code import eliminate_dead_code
+from octavo.passes.rewrite import held
+from octavo.passes.rule import PassReport
+from octavo.runtime.batch import Batch
+
+
+class Disturbed:
+    """A runner that adds `amount` of the largest logit to one logit of one row."""
+
+    def __init__(self, name: str, amount: float, step: int = 0) -> None:
+        self.inner, self.amount, self.step, self.batches = (
+            compiled(name).runner(64),
+            amount,
+            step,
+            list[Batch](),
+        )
+        self.page_size = self.inner.page_size
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        self.batches.append(batch)
+        logits = self.inner.run(batch).copy()
+        if len(self.batches) == self.step + 1:
+            logits[-1, 7] += self.amount * np.abs(logits[-1]).max()
+        return logits
+
+
+def test_accepts_the_artifact_with_its_error() -> None:
+    runner = Disturbed("llama", 0.0)
+    error = check_whole_model(tiny("llama"), compiled("llama").artifact, runner)  # type: ignore[arg-type]
+    assert 0 < error < 1e-5 < BOUND["fp32"]
+    first, second = runner.batches
+    assert first.seq_lens.tolist() == [4, 13, 5]
+    assert second.seq_lens.tolist() == [9, 14]  # and most of what these read, the first step wrote
+    assert second.cu_seqlens_q.tolist() == [0, 5, 6]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_refuses_one_wrong_logit_with_its_size(step: int) -> None:
+    with pytest.raises(PassError) as raised:
+        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", 0.01, step))  # type: ignore[arg-type]
+    text = str(raised.value)
+    assert text.startswith("verify: logits of the artifact differ from the model's by ")
+    assert "bound 1e-04" in text and "`octavo bisect`" in text
+
+
+def test_refuses_logits_that_are_no_numbers() -> None:
+    with pytest.raises(PassError, match="by nan of the largest"):
+        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", float("nan")))  # type: ignore[arg-type]
+
+
+def test_models_without_values_are_not_compared() -> None:
+    with torch.device("meta"):
+        model = TinyLM(SPELLINGS["sdpa"])
+    assert check_whole_model(model, compiled("sdpa").artifact, Disturbed("sdpa", 1.0)) == 0.0  # type: ignore[arg-type]
+
+
+def test_what_a_pass_does_outside_its_sites_is_caught() -> None:
+    def eliminate_too_much(graph_module: GraphModule) -> PassReport:
+        held(graph_module, "model.norm.weight")[3] *= 1.5
+        return eliminate_dead_code(graph_module)
+
+    steps = (*PIPELINE[:-1], dataclasses.replace(PIPELINE[-1], run=eliminate_too_much))
+    assert isinstance(steps[-1], Step)
+    model = tiny("llama")
+    weight = model.get_parameter("model.norm.weight")
+    expected = weight.detach().clone()
+    with mock.patch.dict("os.environ", {"CXX": "no-such-compiler"}), pytest.warns(UserWarning):
+        octavo.compile(model, max_model_len=LONGEST, verify="sites", pipeline=steps)
+    weight.data.copy_(expected)
+    clean = tiny("llama")
+    with mock.patch("octavo.compiler.api.check_whole_model") as check:
+        check.side_effect = lambda _, artifact, runner: check_whole_model(clean, artifact, runner)
+        with mock.patch.dict("os.environ", {"CXX": "no-such-compiler"}), pytest.warns(UserWarning):
+            with pytest.raises(PassError, match="^verify: logits of the artifact differ"):
+                octavo.compile(model, max_model_len=LONGEST, pipeline=steps)
