@@ -5,6 +5,7 @@ Commands import their work when they run: help and `inspect` must not wait for t
 """
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -121,13 +122,30 @@ def code_of(error: OctavoError) -> int:
 
 
 @contextmanager
-def starting() -> Iterator[None]:
-    """A bar while torch is imported, which takes seconds."""
-    from octavo.compiler.progress import progress_bars
+def starting(show: bool = False) -> Iterator[None]:
+    """Around the import of a command's work. show: with a bar, as torch takes seconds.
 
-    with progress_bars() as bars:
-        bars("start")("torch and the compiler", 0, 1)
-        yield
+    An interrupt ends the process at once: libraries that are half imported fail in ways of their own when an
+    exception passes through them, and there is nothing to clean up yet.
+    """
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        if show:
+            from octavo.compiler.progress import progress_bars
+
+            with progress_bars() as bars:
+                bars("start")("torch and the compiler", 0, 1)
+                yield
+        else:
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> None:
+    clean = "\r\x1b[2K\x1b[?25h" if sys.stderr.isatty() else ""  # the bar goes, the cursor comes back
+    os.write(2, f"{clean}octavo: interrupted\n".encode())
+    os._exit(INTERRUPTED)
 
 
 def _version(wanted: bool) -> None:
@@ -174,7 +192,7 @@ def compile(
     The table of passes, the table of GPU kernels and the time of each phase go to standard error. An artifact
     that is already at the path is replaced; anything else there is left alone.
     """
-    with exit_codes(traceback), starting():
+    with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.compile import Choices, run
     with exit_codes(traceback):
         run(
@@ -229,10 +247,10 @@ def run(
     Without a tokenizer in the artifact, prompts are token ids ("12 7 99") and so is the answer. In a
     dialogue, Ctrl-C ends an answer and Ctrl-D the dialogue.
     """
-    with exit_codes(traceback):
+    with exit_codes(traceback), starting():
         from octavo.compiler.commands.run import Choices, run
         from octavo.runtime.request import SamplingParams
-
+    with exit_codes(traceback):
         params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
         run(Choices(artifact, prompt, prompts_file, chat, system, params, stats))
 
@@ -243,9 +261,9 @@ def inspect(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = Fa
 
     Example: octavo inspect smol.octavo --json | jq .model
     """
-    with exit_codes(traceback):
+    with exit_codes(traceback), starting():
         from octavo.compiler.commands.inspect import show_artifact
-
+    with exit_codes(traceback):
         show_artifact(artifact, as_json)
 
 
@@ -259,9 +277,9 @@ def kernels(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = Fa
     instructions; below each kernel, when it runs and how many of the instructions that matter it holds.
     --json has the whole census. CPU: bytes and FLOPs of a step, in T tokens, L logit rows, S attended pairs.
     """
-    with exit_codes(traceback):
+    with exit_codes(traceback), starting():
         from octavo.compiler.commands.inspect import show_kernels
-
+    with exit_codes(traceback):
         show_kernels(artifact, as_json)
 
 
@@ -284,7 +302,7 @@ def bisect(
     that differs. Exits 1 if there is one, and writes a program to DIR that shows the difference without the
     model.
     """
-    with exit_codes(traceback), starting():
+    with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.bisect import run
     with exit_codes(traceback):
         is_clean = run(model, output, None if dtype is None else dtype.value, page_size, max_model_len)
@@ -298,9 +316,9 @@ def targets(as_json: Json = False, traceback: Trace = False) -> None:
 
     Example: octavo targets
     """
-    with exit_codes(traceback):
+    with exit_codes(traceback), starting():
         from octavo.compiler.commands.targets import show_targets
-
+    with exit_codes(traceback):
         show_targets(as_json)
 
 

@@ -124,6 +124,17 @@ def test_interrupt_by_signal(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} <= {"model.py", "__pycache__"}
 
 
+def test_interrupt_while_a_library_is_imported() -> None:
+    program = (
+        "import os, signal\nfrom octavo.compiler import cli\n"
+        "with cli.starting():\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except BaseException:\n        print('a library would have seen it')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "octavo: interrupted\n")
+
+
 def test_a_reader_that_goes_away(chat_artifact: Path) -> None:
     command = f"{sys.executable} -m octavo.compiler.cli inspect {chat_artifact} | head -n 1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
