@@ -13,7 +13,7 @@ KERNELS = frozenset(
     "octavo::" + name
     for name in (
         "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write",
-        "paged_attention", "act_mul", "gather_logits", "add",
+        "paged_attention", "act_mul", "gather_logits", "add", "layer_norm", "pointwise",
     )
 )  # fmt: skip
 VIEWS = frozenset(("aten::reshape", "getitem"))
@@ -47,6 +47,13 @@ def op(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def is_attention(node: Node) -> bool:
+    """An attention, or the softmax over keys inside one: its last axis is a length, not a number of experts."""
+    if op(node) not in ATTENTION:
+        return False
+    return "softmax" not in op(node) or not isinstance(node.meta["val"].shape[-1], int)
+
+
 def check(graph_module: GraphModule, stage: Stage, after: str) -> None:
     """Raise IllegalGraphError for the first node that `stage` does not allow, or that lacks its shape."""
     legal, illegal = LEGAL[stage], ILLEGAL[stage]
@@ -61,13 +68,23 @@ def _check_call(
     node: Node, stage: Stage, after: str, legal: frozenset[str] | None, illegal: frozenset[str]
 ) -> None:
     name = op(node)
-    if name in illegal or (legal is not None and name not in legal):
+    if stage == "lowered" and name == "aten::reshape" and _leading(node) != _leading(node.all_input_nodes[0]):
+        raise IllegalGraphError(
+            f"{after}: {name} joins or splits the token axis (node {node.name}{_origin(node)}); tokens of different "
+            "sequences lie next to each other in a step, so no value may mix them"
+        )
+    if (name in illegal and (name not in ATTENTION or is_attention(node))) or (legal is not None and name not in legal):
         raise IllegalGraphError(
             f"{after}: {name} is not legal in a {stage} graph (node {node.name}{_origin(node)}); "
             + _advice(stage, name, legal)
         )
     if "val" not in node.meta:
         raise IllegalGraphError(f"{after}: node {node.name} has no inferred shape")
+
+
+def _leading(node: Node) -> str:
+    """The first axis that is not of size one: that of the tokens."""
+    return next((str(d) for d in node.meta["val"].shape if not (isinstance(d, int) and d == 1)), "1")
 
 
 def _origin(node: Node) -> str:

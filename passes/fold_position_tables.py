@@ -69,7 +69,7 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
             if any(n in alone for n in inputs):
                 alone.add(node)
     found: dict[Node, None] = {}
-    for node in alone:
+    for node in [n for n in graph_module.graph.nodes if n in alone]:  # a set has no order that lasts
         if node is not positions and any(user not in alone for user in node.users):
             while (
                 node.target in VIEWS and node.all_input_nodes[0] in alone and len(node.all_input_nodes) == 1

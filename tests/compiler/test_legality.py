@@ -10,11 +10,14 @@ from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.legality import ILLEGAL, LEGAL, Stage, check, op
 from octavo.passes.pattern import aten
 
+SDPA = aten.scaled_dot_product_attention.default
+
 
 def graph_of(target: object, *args: object) -> fx.GraphModule:
     g = LoweredGraph()
     x = g.tokens("x", (8,), FP32)
-    root = g.function(target, x, *args)
+    inputs = (x, x, x) if target is SDPA else (x, *args)
+    root = g.function(target, *inputs)
     root.meta["nn_module_stack"] = {"k": ("layers.1.mlp", torch.nn.Module)}
     root.meta["stack_trace"] = '  File "/home/me/model.py", line 9, in forward\n    y = x'
     return g.finish(root)
@@ -24,9 +27,11 @@ def graph_of(target: object, *args: object) -> fx.GraphModule:
     ("target", "args", "first"),
     [
         (aten.transpose.int, (1, 2), "canonical"),
-        (aten.softmax.int, (-1,), "fused"),
+        (aten.softmax.int, (-1,), "lowered"),  # a router's: its last axis is a number of experts
+        (SDPA, (), "fused"),
         (aten.neg.default, (), "lowered"),
-        (aten.reshape.default, ([1, -1],), None),
+        (aten.reshape.default, ([-1, 8],), None),
+        (aten.reshape.default, ([1, 2, -1],), "lowered"),  # mixes tokens
     ],
 )
 def test_stages_forbid_what_a_pass_has_removed(
