@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-import octavo.compiler.ops  # noqa: F401  (registers the ops named below)
+from octavo.compiler import ops  # noqa: F401  (registers the ops named below)
 
 octavo, aten = torch.ops.octavo, torch.ops.aten
 LINEARS = (octavo.linear.default, aten.linear.default)

@@ -1,4 +1,4 @@
-"""`octavo.compile`: from a model to an artifact that generates what the model generates, and clear refusals."""
+"""`octavo.compile`: from a model to an artifact that generates what the model does, and clear refusals."""
 
 import contextlib
 import json
@@ -23,6 +23,7 @@ from octavo.compiler import api, pipeline
 from octavo.compiler.api import with_dtype
 from octavo.compiler.eager_runner import EagerRunner
 from octavo.compiler.errors import ArtifactError, CaptureError, OptionError, PassError
+from octavo.compiler.verify import prove_report
 from octavo.runtime.model_runner import NativeRunner
 
 PROMPTS = [[1, 5, 9], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [11, 12, 13, 14]]
@@ -64,7 +65,8 @@ def test_a_new_process_without_the_compiler_generates_the_same(tmp_path: Path) -
     compiled("llama").save(tmp_path / "saved")
     program = f"""
 import sys, octavo
-out = octavo.load({str(tmp_path / "saved")!r}).generate({PROMPTS}, octavo.SamplingParams(max_tokens={MAX_TOKENS}))
+params = octavo.SamplingParams(max_tokens={MAX_TOKENS})
+out = octavo.load({str(tmp_path / "saved")!r}).generate({PROMPTS}, params)
 print([list(c.token_ids) for c in out])
 print(sorted({{"torch", "transformers", "octavo.passes", "octavo.compiler.api"}} & set(sys.modules)))
 """
@@ -84,7 +86,7 @@ def test_the_model_is_not_changed() -> None:
     with no_compiler():
         octavo.compile(model, dtype="bf16", verify="off")
     assert model.training and all(module.training for module in model.modules())
-    assert model.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    assert model.config._attn_implementation == "eager"
     for name, tensor in model.state_dict().items():
         assert tensor.dtype is state[name][0]
         assert torch.equal(tensor, state[name][1])
@@ -151,7 +153,7 @@ def test_refuses_a_tokenizer_without_its_own_file() -> None:
         def save_pretrained(self, folder: str) -> None:
             (Path(folder) / "vocab.txt").write_text("a")
 
-    with pytest.raises(ArtifactError, match="it saves no tokenizer.json; use a fast tokenizer"):
+    with pytest.raises(ArtifactError, match=r"it saves no tokenizer\.json; use a fast tokenizer"):
         octavo.compile(tiny("llama"), tokenizer=Slow())
 
 
@@ -183,7 +185,7 @@ def test_verify_says_what_is_proven(verify: Any, proven: bool, whole: int) -> No
     with (
         no_compiler(),
         mock.patch.object(api, "check_whole_model") as logits,
-        mock.patch.object(pipeline, "prove_report", wraps=pipeline.prove_report) as sites,
+        mock.patch.object(pipeline, "prove_report", wraps=prove_report) as sites,
     ):
         artifact = octavo.compile(tiny("llama"), verify=verify)
     assert (sites.call_count > 0, logits.call_count) == (proven, whole)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.compiler.capture import EXAMPLE_LEN, capture, reference_logits
 from octavo.compiler.errors import CaptureError
+from octavo.passes.pattern import arguments
 
 
 @pytest.mark.parametrize("name", COMPILABLE)
@@ -21,16 +22,16 @@ def test_computes_what_the_model_computes(name: str) -> None:
     assert [n.name for n in inputs] == ["input_ids", "position_ids"]
     length = inputs[0].meta["val"].shape[1]
     assert isinstance(length, torch.SymInt) and inputs[1].meta["val"].shape[1] == length
-    (result,) = graph_module.graph.output_node().args[0]  # type: ignore[union-attr, misc]
-    assert tuple(result.meta["val"].shape[::2]) == (1, VOCAB)  # type: ignore[union-attr]
+    ((result,),) = arguments(graph_module.graph.output_node())
+    assert tuple(result.meta["val"].shape[::2]) == (1, VOCAB)
 
 
 def test_knows_a_librarys_model_by_its_configuration() -> None:
     found = captured()
     assert found.route == "interface"
     assert found.model_info == {
-        "name": "tiny-llama", "vocab_size": VOCAB, "num_layers": 2, "max_model_len": LONGEST, "eos_token_ids": [],
-        "bos_token_id": 1,
+        "name": "tiny-llama", "vocab_size": VOCAB, "num_layers": 2, "max_model_len": LONGEST,
+        "eos_token_ids": [], "bos_token_id": 1,
     }  # fmt: skip
 
 
@@ -89,11 +90,11 @@ def test_the_model_is_left_as_it_was() -> None:
     model.get_submodule("model.norm").eval()
     before = {name: module.training for name, module in model.named_modules()}
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    implementation = model.config._attn_implementation  # type: ignore[union-attr]
+    implementation = model.config._attn_implementation
     capture(model)
     reference_logits(model, tokens(4))
     assert {name: module.training for name, module in model.named_modules()} == before
-    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+    assert model.config._attn_implementation == implementation
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
@@ -105,7 +106,7 @@ class Writing(nn.Module):
         self.embed = nn.Embedding(VOCAB, 8)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids).clone()
+        x: Tensor = self.embed(ids).clone()
         x += 1.0
         x[:, :, :4] *= 2.0
         return x
@@ -153,8 +154,9 @@ def test_refuses_inputs_that_it_cannot_fill() -> None:
     with pytest.raises(CaptureError) as raised:
         capture(Masked())
     assert str(raised.value) == (
-        "capture: Masked.forward takes ['ids', 'attention_mask']; expected token ids and optionally positions (one of "
-        "position_ids, positions, position, pos, input_pos); wrap the model in a module that fills in ['attention_mask']"
+        "capture: Masked.forward takes ['ids', 'attention_mask']; expected token ids and optionally "
+        "positions (one of position_ids, positions, position, pos, input_pos); wrap the model in a module "
+        "that fills in ['attention_mask']"
     )
 
 
@@ -171,7 +173,8 @@ def test_an_optional_input_is_left_alone() -> None:
 def test_control_flow_on_tokens_is_refused_with_the_models_line() -> None:
     class Branching(Writing):
         def forward(self, ids: Tensor) -> Tensor:
-            return self.embed(ids) if ids[0, 0] > 3 else self.embed(ids) * 2
+            x: Tensor = self.embed(ids)
+            return x if ids[0, 0] > 3 else x * 2
 
     with pytest.raises(CaptureError) as raised:
         capture(Branching())
@@ -184,7 +187,8 @@ def test_control_flow_on_tokens_is_refused_with_the_models_line() -> None:
 def test_a_length_turned_into_a_number_is_refused() -> None:
     class Fixed(Writing):
         def forward(self, ids: Tensor) -> Tensor:
-            return self.embed(ids) + sum(range(int(ids.shape[1])))
+            x: Tensor = self.embed(ids)
+            return x + sum(range(int(ids.shape[1])))
 
     with pytest.raises(CaptureError, match="Fixed fixed the sequence length to 7 while it was traced"):
         capture(Fixed())

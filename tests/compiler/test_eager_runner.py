@@ -21,9 +21,9 @@ PROMPTS = [[1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
 def one_batch() -> Batch:
-    """The first tokens of two prompts; request 0 in page 3, request 1 in pages 1 and 2, four tokens a page."""
+    """Two prompts; request 0 in page 3, request 1 in pages 1 and 2, four tokens a page."""
     return Batch(
-        input_ids=np.array(sum(PROMPTS, []), np.int64),
+        input_ids=np.array([*PROMPTS[0], *PROMPTS[1]], np.int64),
         positions=np.array([0, 1, 2, *range(8)], np.int64),
         slot_mapping=np.array([12, 13, 14, 4, 5, 6, 7, 8, 9, 10, 11], np.int64),
         page_table=np.array([[3, 0], [1, 2]], np.int32),
@@ -38,7 +38,8 @@ def one_batch() -> Batch:
 def test_logits_are_the_models_and_the_host_programs(name: str) -> None:
     artifact = compiled(name).artifact
     logits = EagerRunner(artifact, 8).run(one_batch())
-    assert (logits.shape, logits.dtype) == ((2, VOCAB), np.float32)
+    assert logits.shape == (2, VOCAB)
+    assert logits.dtype == np.float32
     for row, prompt in zip(logits, PROMPTS, strict=True):
         with torch.no_grad():
             expected = reference_logits(tiny(name), torch.tensor([prompt]))[0, -1].numpy()

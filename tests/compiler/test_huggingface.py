@@ -18,6 +18,7 @@ from octavo.compiler.capture import capture
 from octavo.compiler.errors import CaptureError
 from octavo.compiler.huggingface import (
     MaskSpec,
+    _attention,
     _build_mask,
     attention_as_op,
     description,
@@ -48,12 +49,12 @@ def test_a_sliding_window_arrives_as_a_number() -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_the_model_gets_its_implementation_back(implementation: str) -> None:
     model = llama(attn_implementation=implementation)
-    with attention_as_op(model):  # type: ignore[arg-type]
-        assert model.config._attn_implementation == "octavo"  # type: ignore[union-attr]
-    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
-    with pytest.raises(ZeroDivisionError), attention_as_op(model):  # type: ignore[arg-type]
+    with attention_as_op(model):
+        assert model.config._attn_implementation == "octavo"
+    assert model.config._attn_implementation == implementation
+    with pytest.raises(ZeroDivisionError), attention_as_op(model):
         raise ZeroDivisionError
-    assert model.config._attn_implementation == implementation  # type: ignore[union-attr]
+    assert model.config._attn_implementation == implementation
 
 
 @pytest.mark.parametrize(
@@ -79,21 +80,26 @@ def test_refuses_masks_that_cannot_be_paged() -> None:
 
 
 def test_refuses_a_mask_tensor_handed_to_the_interface() -> None:
-    class Handing(type(llama())):  # type: ignore[misc]
-        def forward(self, input_ids: torch.Tensor, **options: object) -> object:
-            length = input_ids.shape[1]
-            mask = torch.zeros(1, 1, length, length, dtype=input_ids.new_ones(1).float().dtype)
-            return super().forward(input_ids, attention_mask=mask, **options)
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(CaptureError, match="Identity passes a mask tensor to the attention interface"):
+        _attention(nn.Identity(), q, q, q, torch.zeros(1, 1, 3, 3))
 
-    with pytest.raises(CaptureError, match="passes a mask tensor to the attention interface"):
-        capture(Handing(llama().config))
+
+def test_a_module_says_itself_whether_it_is_causal() -> None:
+    q, module = torch.randn(1, 2, 3, 4), nn.Identity()
+    causal, _ = _attention(module, q, q, q, None)
+    module.is_causal = False  # type: ignore[assignment]
+    free, _ = _attention(module, q, q, q, None)
+    assert torch.equal(causal[0, -1], free[0, -1])
+    assert torch.equal(causal[0, 0], q[0, :, 0])
+    assert not torch.allclose(causal, free)
 
 
 def test_describes_a_model() -> None:
     model = llama(eos_token_id=[2, 5])
-    assert description(model)["eos_token_ids"] == [2, 5]  # type: ignore[arg-type]
+    assert description(model)["eos_token_ids"] == [2, 5]
     model = llama(eos_token_id=2, name_or_path="")
-    found = description(model)  # type: ignore[arg-type]
+    found = description(model)
     assert (found["eos_token_ids"], found["name"]) == ([2], "LlamaForCausalLM")
 
 

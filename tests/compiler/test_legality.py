@@ -47,6 +47,21 @@ def test_stages_forbid_what_a_pass_has_removed(
                 check(graph_of(target, *args), stage, "test")
 
 
+def test_softmax_over_keys_must_be_fused() -> None:
+    g = LoweredGraph()
+    x = g.tokens("x", (8,), FP32)
+    scores = g.function(aten.matmul.default, x, g.function(aten.permute.default, x, [0, 2, 1]))
+    graph_module = g.finish(g.function(aten.softmax.int, scores, -1))
+    check(graph_module, "canonical", "test")
+    with pytest.raises(IllegalGraphError, match="aten::softmax is not legal in a fused graph"):
+        check(graph_module, "fused", "test")
+
+
+def test_reshapes_keep_tokens_apart() -> None:
+    with pytest.raises(IllegalGraphError, match="aten::reshape joins or splits the token axis"):
+        check(graph_of(aten.reshape.default, [1, -1, 4]), "lowered", "test")
+
+
 def test_error_names_op_stage_node_module_line_and_what_exists() -> None:
     with pytest.raises(IllegalGraphError) as raised:
         check(graph_of(aten.neg.default), "lowered", "some_pass")

@@ -1,6 +1,7 @@
 """The order of the passes, what a run checks and reports, and how it fails."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_rows_of_the_report_hold_counts_proofs_and_reasons() -> None:
 
 def test_tidying_after_a_pass_is_part_of_its_counts() -> None:
     reports = lowered(verify="off").reports
-    for one, following in zip(reports, reports[1:], strict=False):
+    for one, following in itertools.pairwise(reports):
         assert one.nodes_after == following.nodes_before
 
 
@@ -101,7 +102,7 @@ def test_what_no_kernel_serves_is_an_error_with_what_passes_left() -> None:
 
 def test_no_attention_is_an_error_before_any_pass() -> None:
     with pytest.raises(
-        PassError, match="^capture: TinyLM has no attention: no softmax over keys, no scaled_dot"
+        PassError, match=r"^capture: TinyLM has no attention: no softmax over keys, no scaled_dot"
     ):
         lowered("none")
 
@@ -140,7 +141,7 @@ def test_a_pass_that_leaves_something_illegal_is_named() -> None:
         return PassReport("undo")
 
     pipeline = (PIPELINE[0], Step(undo, "canonical"))
-    with pytest.raises(IllegalGraphError, match="^undo: aten::linear is not legal in a canonical graph"):
+    with pytest.raises(IllegalGraphError, match=r"^undo: aten::linear is not legal in a canonical graph"):
         lower(captured(), CompileOptions(), SETTINGS, pipeline)
 
 

@@ -1,4 +1,4 @@
-"""The last proof sees what no site can show: kernels, the memory plan, and what a pass did outside its sites."""
+"""The last proof sees what no site can show: kernels, the memory plan, what a pass did besides its sites."""
 
 import dataclasses
 from unittest import mock
@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from models import LONGEST, TinyLM, SPELLINGS, tiny
+from models import LONGEST, SPELLINGS, TinyLM, tiny
 from numpy.typing import NDArray
 from stages import compiled
 from torch.fx import GraphModule
@@ -88,5 +88,5 @@ def test_what_a_pass_does_outside_its_sites_is_caught() -> None:
     with mock.patch("octavo.compiler.api.check_whole_model") as check:
         check.side_effect = lambda _, artifact, runner: check_whole_model(clean, artifact, runner)
         with mock.patch.dict("os.environ", {"CXX": "no-such-compiler"}), pytest.warns(UserWarning):
-            with pytest.raises(PassError, match="^verify: logits of the artifact differ"):
+            with pytest.raises(PassError, match=r"^verify: logits of the artifact differ"):
                 octavo.compile(model, max_model_len=LONGEST, pipeline=steps)

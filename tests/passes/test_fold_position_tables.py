@@ -62,7 +62,7 @@ def tables(of: str) -> tuple[fx.GraphModule, PassReport]:
 
 
 def test_hand_made_rows_fire() -> None:
-    graph_module, report = tables("own")
+    _, report = tables("own")
     assert report.notes == {"positions.mul_tensor": "(48, 8) torch.float32"}
     assert [site.table for site in report.sites] == ["positions_mul_tensor"]
 

@@ -1,4 +1,4 @@
-"""Attention is recognised in every spelling, masks are classified by what they allow, and others are refused."""
+"""Attention is recognised in every spelling, masks are classified by what they allow, others are refused."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from octavo.compiler.pipeline import Settings
 from octavo.passes.fuse_attention import fuse_attention
-from octavo.passes.pattern import aten
+from octavo.passes.pattern import arguments, aten
 from octavo.passes.rule import PassReport
 
 attention = torch.ops.octavo.attention.default
@@ -34,14 +34,14 @@ def test_fires_with_the_same_numbers(name: str, dtype: torch.dtype, window: int)
     assert report.matched == count(graph_module, attention) == LAYERS
     assert count(graph_module, aten.matmul.default, aten.repeat_interleave.self_int) == 0
     for node in calls(graph_module, attention):
-        assert node.args[3:] == (None, pytest.approx(SCALE), True, window, 0.0)
+        assert list(node.args[3:]) == [None, pytest.approx(SCALE), True, window, 0.0]
     assert_same_numbers(graph_module, name, dtype)
 
 
 def test_unrepeats_the_heads_of_grouped_queries() -> None:
     for name in ("sdpa", "softmax"):
         graph_module, _ = after("fuse_attention", name)
-        shapes = [[n.meta["val"].shape[2] for n in node.args[:3]] for node in calls(graph_module, attention)]
+        shapes = [[n.meta["val"].shape[2] for n in arguments(a)[:3]] for a in calls(graph_module, attention)]
         assert shapes == [[4, 2, 2]] * LAYERS
 
 
@@ -53,7 +53,10 @@ def test_bidirectional_attention_is_fused_as_such() -> None:
 def test_refuses_a_prefix_mask_with_its_pairs() -> None:
     report = fuse_attention(before("fuse_attention", "prefix"), SETTINGS.max_model_len)
     # 48 * 49 / 2 pairs are causal; tokens 0 and 1 see two and one more.
-    expected = "is neither causal nor a sliding window: over 48 positions it allows 1179 pairs, causal would allow 1176"
+    expected = (
+        "is neither causal nor a sliding window: over 48 positions it allows 1179 pairs, causal would allow "
+        "1176"
+    )
     assert report.matched == 0
     assert [r.reason.removeprefix("the mask masked_fill ") for r in report.rejected] == [expected] * LAYERS
     assert "layers.0.attention, models.py:" in report.rejected[0].where

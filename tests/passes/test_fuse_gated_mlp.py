@@ -48,7 +48,7 @@ def mlp(
 )
 def test_knows_the_activation_in_either_order(activation: Any, options: dict[str, str], name: str) -> None:
     for swapped in (False, True):
-        assert mlp(activation, swapped, **options)[0] == [["gate", name]]
+        assert mlp(activation, swapped, False, **options)[0] == [["gate", name]]
 
 
 def test_leaves_two_activated_factors_with_a_near_miss() -> None:

@@ -1,4 +1,4 @@
-"""Rotation and cache write become one op that reads the merged projection; what it could not read is refused."""
+"""Rotation and cache write become one op that reads the merged projection, or are left with a reason."""
 
 import pytest
 import torch

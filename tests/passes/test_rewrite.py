@@ -1,5 +1,6 @@
 """replace(): what it takes out and puts in, the two forms it keeps, and which sites are equal."""
 
+import functools
 import operator
 
 import pytest
@@ -121,10 +122,13 @@ def two_layers(second: float = 2.0, dtype: torch.dtype = FP32, width: int = 4) -
     graph_module = g.finish(last)
     sites = []
     for root, source, number in ((last, first, second), (first, x, 2.0)):
-        sites.append(
-            replace(graph_module, [root], lambda b, s=source, n=number: [b.call(MUL, s, -n)], [source])
-        )
+        build = functools.partial(scaled, source=source, number=-number)
+        sites.append(replace(graph_module, [root], build, [source]))
     return sites
+
+
+def scaled(b: Builder, source: fx.Node, number: float) -> list[fx.Node]:
+    return [b.call(MUL, source, number)]
 
 
 def test_equal_sites_have_one_key_and_share_their_forms() -> None:
@@ -135,11 +139,8 @@ def test_equal_sites_have_one_key_and_share_their_forms() -> None:
 
 
 def test_other_numbers_dtypes_and_shapes_are_other_sites() -> None:
-    keys = [
-        two_layers()[0].key,
-        *(two_layers(**o)[0].key for o in ({"second": 3.0}, {"dtype": BF16}, {"width": 8})),
-    ]  # type: ignore[arg-type]
-    assert len(set(keys)) == 4
+    others = (two_layers(second=3.0), two_layers(dtype=BF16), two_layers(width=8))
+    assert len({sites[0].key for sites in (two_layers(), *others)}) == 4
 
 
 def masked(mask: torch.Tensor, free: bool) -> Site:

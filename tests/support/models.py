@@ -15,7 +15,7 @@ WINDOW = 5
 SCALE = HEAD_DIM**-0.5
 
 
-def llama(**changes: Any) -> nn.Module:
+def llama(**changes: Any) -> Any:
     """A Llama of Hugging Face. `changes` go to its configuration."""
     sizes = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE,
@@ -24,7 +24,9 @@ def llama(**changes: Any) -> nn.Module:
     }  # fmt: skip
     names = {"eos_token_id": None, "bos_token_id": 1, "name_or_path": "tiny-llama"}
     torch.manual_seed(0)
-    return with_margin(LlamaForCausalLM(LlamaConfig(**{**sizes, **names, **changes})))
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **names, **changes}))
+    with_margin(model)
+    return model
 
 
 def with_margin(model: nn.Module) -> nn.Module:
@@ -244,7 +246,7 @@ class TinyLM(nn.Module):
 class WithoutPositions(nn.Module):
     """A model that takes token ids alone."""
 
-    def __init__(self, model: TinyLM) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.inner = model
 
@@ -269,10 +271,8 @@ COMPILABLE = ("llama", "sdpa", "softmax", "fused", "einsum", "window")
 
 def tiny(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A fresh model of SPELLINGS, or "llama". Equal names give equal weights."""
-    if name == "llama":
-        return llama().to(dtype)
     torch.manual_seed(0)
-    model = TinyLM(SPELLINGS[name])
-    with_margin(model)
-    positionless = name in ("softmax", "window", "prefix")
-    return (WithoutPositions(model) if positionless else model).to(dtype).eval()
+    model: nn.Module = llama() if name == "llama" else with_margin(TinyLM(SPELLINGS[name]))
+    if name in ("softmax", "window", "prefix"):
+        model = WithoutPositions(model)
+    return model.to(dtype).eval()

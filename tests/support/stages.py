@@ -4,9 +4,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from models import LONGEST, VOCAB, tiny
-from torch import Tensor
+from models import LONGEST, SPELLINGS, VOCAB, tiny
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from zoo import build
 
 import octavo
 from octavo.compiler.capture import Captured, capture, reference_logits
@@ -33,9 +34,14 @@ def copied(graph_module: GraphModule) -> GraphModule:
     return result
 
 
+def model_of(name: str, dtype: torch.dtype = FP32) -> nn.Module:
+    """A fresh model of SPELLINGS, "llama", or an architecture of the zoo."""
+    return tiny(name, dtype) if name == "llama" or name in SPELLINGS else build(name).to(dtype).eval()
+
+
 @cache
 def _captured(name: str, dtype: torch.dtype) -> Captured:
-    return capture(tiny(name, dtype))
+    return capture(model_of(name, dtype))
 
 
 def captured(name: str = "llama", dtype: torch.dtype = FP32) -> Captured:
@@ -97,7 +103,8 @@ def logits(graph_module: GraphModule, input_ids: Tensor) -> Tensor:
 
 
 def _paged_logits(graph_module: GraphModule, names: list[str], input_ids: Tensor) -> list[Tensor]:
-    length, caches, results = input_ids.shape[1], {}, []
+    length, results = input_ids.shape[1], []
+    caches: dict[str, Tensor] = {}
     for start, end in ((0, 4), (4, length)):
         chunk = Chunk(0, start, end - start)
         step = step_inputs([chunk], SETTINGS.page_size, 1, torch.Generator().manual_seed(0), length)
@@ -138,7 +145,7 @@ def greedy(
 
 def assert_same_numbers(graph_module: GraphModule, name: str, dtype: torch.dtype = FP32) -> None:
     """The graph's logits are the original model's, for the captured length and for another."""
-    model = tiny(name, dtype)
+    model = model_of(name, dtype)
     for length in LENGTHS:
         with torch.no_grad():
             expected = reference_logits(model, tokens(length))[0].double()
