@@ -68,7 +68,7 @@ def page_size_of(graph_module: GraphModule, default: int = 4) -> int:
 
 
 class Sizes:
-    """Concrete values for the symbolic sizes of a site."""
+    """Concrete values for the symbolic sizes of a site; unbound symbols are the number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
@@ -80,7 +80,13 @@ class Sizes:
                 self.values[str(symbol)] = int(size)
 
     def concrete(self, shape: Any) -> list[int]:
-        return [d if isinstance(d, int) else self.values.get(str(d), self.tokens) for d in shape]
+        return [d if isinstance(d, int) else self._number(d) for d in shape]
+
+    def _number(self, size: torch.SymInt) -> int:
+        """A symbol, or an expression such as 2 * T."""
+        expression = size.node.expr
+        known = {s: self.values.get(str(s), self.tokens) for s in expression.free_symbols}
+        return int(expression.subs(known))
 
 
 def fresh_inputs(

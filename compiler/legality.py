@@ -57,7 +57,8 @@ def is_attention(node: Node) -> bool:
 def check(graph_module: GraphModule, stage: Stage, after: str) -> None:
     """Raise IllegalGraphError for the first node that `stage` does not allow, or that lacks its shape."""
     legal, illegal = LEGAL[stage], ILLEGAL[stage]
-    for node in graph_module.graph.nodes:
+    # Sizes last: they are only left over by an op that says more about the cause.
+    for node in sorted(graph_module.graph.nodes, key=_is_size):
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             raise IllegalGraphError(f"{after}: {node.op} {node.name} is not a call of an op")
         if node.op == "call_function":
@@ -80,6 +81,10 @@ def _check_call(
         )
     if "val" not in node.meta:
         raise IllegalGraphError(f"{after}: node {node.name} has no inferred shape")
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
 
 
 def _leading(node: Node) -> str:
