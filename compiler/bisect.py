@@ -123,7 +123,11 @@ def bisect(
 
 @dataclass
 class _Search:
-    """What is known after some passes. prompts: ids (1, T); expected: logits (T, vocab) of each in fp64."""
+    """What is known after some passes.
+
+    prompts, expected  ids (1, T), and logits (T, vocab) of each in fp64
+    text               of the graph as it is now
+    """
 
     graph_module: GraphModule
     settings: Settings
@@ -132,6 +136,7 @@ class _Search:
     rows: list[Row] = field(default_factory=list)
     prompts: list[Tensor] = field(default_factory=list)
     expected: list[Tensor] = field(default_factory=list)
+    text: str = ""
     reports: list[tuple[str, PassReport]] = field(default_factory=list)
     proven: dict[str, Evidence] = field(default_factory=dict)
 
@@ -150,10 +155,13 @@ class _Search:
 
     def take(self, step: Step) -> Verdict | None:
         """Run a pass and the graph after it; a verdict ends the search."""
-        before = print_graph(self.graph_module, f"before {step.name}")
+        before = self.text or print_graph(self.graph_module)
         try:
             done = [report for _, report in self.reports]
             reports = apply_step(step, self.graph_module, self.settings, self.attentions, done)
+            self.text = print_graph(self.graph_module)
+            if self.text == before:  # most passes find nothing in most models
+                return self._unchanged(step.name, reports)
             got = wide_logits(self.graph_module, self.prompts, self.settings.page_size)
         except OctavoError as error:
             return self._failed(step.name, str(error))
@@ -172,6 +180,10 @@ class _Search:
             "each rewrite by itself is right, so the fault is in how the rest of the graph uses the results",
             reproducer=self.output and write_graphs(self.output, step.name, before, self.graph_module),
         )
+
+    def _unchanged(self, name: str, reports: Sequence[PassReport]) -> None:
+        self.reports += [(name, report) for report in reports]
+        self.rows.append(Row(name, self.rows[-1].error, self.rows[-1].bound))
 
     def _failed(self, name: str, reason: str) -> Verdict:
         self.rows.append(Row(name, float("nan"), WIDE_BOUND))
@@ -201,11 +213,17 @@ def _stores_results(report: PassReport) -> bool:
 
 
 class _WideGraph(Wide):
-    """Runs a whole graph in fp64, weights too."""
+    """Runs a whole graph in fp64, weights too, which are widened once for all its runs."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module)
+        self.weights: dict[str, Tensor] = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        return value.double() if value.dtype.is_floating_point else value
+        if target not in self.weights:
+            value = super().get_attr(target, args, kwargs)
+            self.weights[target] = value.double() if value.dtype.is_floating_point else value
+        return self.weights[target]
 
 
 def wide_logits(graph_module: GraphModule, prompts: Sequence[Tensor], page_size: int) -> list[Tensor]:
