@@ -74,7 +74,9 @@ def _check_call(
             f"{after}: {name} joins or splits the token axis (node {node.name}{_origin(node)}); tokens of different "
             "sequences lie next to each other in a step, so no value may mix them"
         )
-    if (name in illegal and (name not in ATTENTION or is_attention(node))) or (legal is not None and name not in legal):
+    if (name in illegal and (name not in ATTENTION or is_attention(node))) or (
+        legal is not None and name not in legal
+    ):
         raise IllegalGraphError(
             f"{after}: {name} is not legal in a {stage} graph (node {node.name}{_origin(node)}); "
             + _advice(stage, name, legal)

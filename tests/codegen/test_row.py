@@ -1,19 +1,22 @@
 """What rows of the selection table read off a node."""
 
-import octavo.compiler.ops  # noqa: F401  (registers the op)
+from typing import Any
+
 import torch
-from octavo.codegen.row import row_count, token_count
 from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import octavo.compiler.ops  # noqa: F401  (registers the op)
+from octavo.codegen.row import row_count, token_count
 
 
 def node_of_shape(*sizes: int) -> fx.Node:
     """rms_norm of a tensor whose axis 1 is the symbolic T."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     dynamic = [DimDynamic.STATIC, DimDynamic.DYNAMIC]
-    context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     ids = mode.from_tensor(
         torch.zeros(1, 7, dtype=torch.int64), source=ConstantSource("input_ids"), symbolic_context=context
     )

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import octavo
 import pytest
 import torch
 from numpy.typing import NDArray
+
+import octavo
 from octavo.compiler.api import with_dtype
-from octavo.compiler.compiled import Compiled
 from octavo.compiler.artifact import Artifact
+from octavo.compiler.compiled import Compiled
 from octavo.compiler.fresh_inputs import Chunk, step_inputs
 from octavo.compiler.models import LoadedModel, load_model
 from octavo.runtime.batch import Batch
@@ -85,7 +86,9 @@ def differences(reference: Reference, answers: Sequence[Sequence[int]]) -> list[
         for step, (a, b) in enumerate(zip(wanted, got, strict=True)):
             if a != b:
                 if reference.gaps[i][step] > NEAR_TIE:
-                    found.append(f"prompt {i}, token {step}: {b}, expected {a}, gap {reference.gaps[i][step]:.2e}")
+                    found.append(
+                        f"prompt {i}, token {step}: {b}, expected {a}, gap {reference.gaps[i][step]:.2e}"
+                    )
                 break
     return found
 
@@ -101,7 +104,9 @@ def reference(demo: LoadedModel) -> Reference:
 
 
 @pytest.fixture(scope="module", params=[16, 64], ids=["page16", "page64"])
-def compiled(demo: LoadedModel, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+def compiled(
+    demo: LoadedModel, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
     output = tmp_path_factory.mktemp("smollm2") / f"page{request.param}"
     return octavo.compile(demo.model, page_size=request.param, output=output, tokenizer=demo.tokenizer)
 
@@ -121,7 +126,11 @@ def test_fp32_tokens_are_exact_in_a_new_process_without_transformers(
     program = NEW_PROCESS.format(num_tokens=NUM_TOKENS)
     source = str(Path(octavo.__file__).parents[1])
     result = subprocess.run(
-        [sys.executable, "-c", program], input=given, capture_output=True, text=True, env={"PYTHONPATH": source}
+        [sys.executable, "-c", program],
+        input=given,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": source},
     )
     assert result.returncode == 0, result.stderr
     assert differences(reference, json.loads(result.stdout)) == []
@@ -139,7 +148,9 @@ def test_thirty_attentions_in_and_thirty_paged_attentions_out(compiled: Compiled
 def logits_of(artifact: Artifact, tokens: list[int]) -> NDArray[np.float32]:
     """Logits at every position of one sequence, in one step."""
     runner = NativeRunner(artifact, num_pages=32)
-    step = step_inputs([Chunk(0, 0, len(tokens))], runner.page_size, 1, torch.Generator().manual_seed(0), 256).tensors
+    step = step_inputs(
+        [Chunk(0, 0, len(tokens))], runner.page_size, 1, torch.Generator().manual_seed(0), 256
+    ).tensors
     arrays = {name: value.numpy() for name, value in step.items()}
     arrays["positions"] = arrays["positions"][0]
     arrays["logit_rows"] = np.arange(len(tokens))
@@ -173,7 +184,9 @@ def test_bf16_logits_are_within_their_bound(demo: LoadedModel, reference: Refere
         same = got.argmax(axis=1) == wanted.argmax(axis=1)
         assert same[clear].all()
         agreeing, decided, total = agreeing + int(same.sum()), decided + int(clear.sum()), total + len(tokens)
-    print(f"bf16: top-1 agrees on {agreeing} of {total} ({decided} decided), error {ours:.1e}, eager's {theirs:.1e}")
+    print(
+        f"bf16: top-1 agrees on {agreeing} of {total} ({decided} decided), error {ours:.1e}, eager's {theirs:.1e}"
+    )
     assert ours <= BF16_LOGIT_BOUND
     assert ours <= 1.5 * theirs
     assert agreeing >= 0.95 * total
