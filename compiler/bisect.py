@@ -161,7 +161,8 @@ class _Search:
             reports = apply_step(step, self.graph_module, self.settings, self.attentions, done)
             self.text = print_graph(self.graph_module)
             if self.text == before:  # most passes find nothing in most models
-                return self._unchanged(step.name, reports)
+                self._unchanged(step.name, reports)
+                return None
             got = wide_logits(self.graph_module, self.prompts, self.settings.page_size)
         except OctavoError as error:
             return self._failed(step.name, str(error))
