@@ -1,5 +1,7 @@
 """Angles and learned rows become tables by position; what looks at other positions is refused."""
 
+import operator
+
 import pytest
 import torch
 from lowered import LoweredGraph
@@ -9,7 +11,7 @@ from torch import fx
 
 from octavo.passes.fold_position_tables import fold_position_tables
 from octavo.passes.pattern import aten
-from octavo.passes.rewrite import held
+from octavo.passes.rewrite import held, set_meta
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -78,7 +80,9 @@ def test_an_arange_that_is_not_the_positions_stays() -> None:
     graph = LoweredGraph()
     positions = graph.placeholder("position_ids", torch.zeros(1, 11, dtype=torch.int64), [1])
     length = graph.function(aten.sym_size.int, positions, 1)
-    late = graph.function(aten.arange.start, 1, graph.function(aten.sym_size.int, positions, 1))
+    end = graph.graph.call_function(operator.add, (length, 1))
+    set_meta(end, graph.mode)
+    late = graph.function(aten.arange.start, 1, end)  # as long as the positions, but from one
     graph_module = graph.finish(graph.function(aten.arange.default, length), late)
     fold_position_tables(graph_module, SETTINGS.max_model_len)
     assert (count(graph_module, aten.arange.default), count(graph_module, aten.arange.start)) == (0, 1)
