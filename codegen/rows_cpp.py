@@ -8,6 +8,7 @@ from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor, token_count
 from octavo.compiler.dims import ITEM_BYTES, dtype_name
 from octavo.compiler.ops.mlp import ACTIVATIONS
+from octavo.compiler.pointwise import NAMES, operations, write
 from octavo.compiler.target import Target
 
 # Elements of K that one dot product takes at most: the rows of a tile then fit the first-level cache.
@@ -185,6 +186,52 @@ def add(node: fx.Node, target: Target) -> KernelSpec:
     )  # fmt: skip
 
 
+def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
+    dtype, hidden, given = _dtype(node, "x"), static_size(node, "x", -1), arguments(node)
+    present = [name for name in ("weight", "bias") if given[name] is not None]
+    weight_dtype = _dtype(node, present[0]) if present else dtype
+    args = (
+        _pointer("x", dtype), *(_pointer(name, weight_dtype) for name in present), _pointer("out", dtype),
+        _rows(node),
+    )  # fmt: skip
+    values: dict[str, Param] = dict(
+        dtype=dtype, weight_dtype=weight_dtype, HIDDEN=hidden, EPS=float(given["eps"])
+    )
+    return _spec(
+        "layer_norm", args, f"{dtype}_h{hidden}",
+        values | {name: name in present for name in ("weight", "bias")},
+        bytes=f"({row_count(node)}) * {2 * hidden * ITEM_BYTES[dtype]}",
+        flops=f"({row_count(node)}) * {8 * hidden}",
+    )  # fmt: skip
+
+
+CPP_CALLS = {"exp": "exp_fp32", "tanh": "std::tanh"}
+
+
+def pointwise(node: fx.Node, target: Target) -> KernelSpec:
+    given, out_dtype = arguments(node), result_dtype(node)
+    names = [name for name in NAMES if given[name] is not None]
+    width, expression = static_size(node, "a", -1), given["expression"]
+    kinds = {
+        name: "rows" if tensor(node, name).dim() == tensor(node, "a").dim() else "vector" for name in names
+    }
+    body = write(expression, lambda value: f"{value!r}f", lambda name, x: f"{CPP_CALLS.get(name, name)}({x})")
+    item = (
+        sum(ITEM_BYTES[_dtype(node, name)] for name in names if kinds[name] == "rows") + ITEM_BYTES[out_dtype]
+    )
+    return _spec(
+        "pointwise",
+        (*(_pointer(name, _dtype(node, name)) for name in names), _pointer("out", out_dtype), _rows(node)),
+        f"{out_dtype}_w{width}",
+        dict(
+            expression=expression, body=body, out_dtype=out_dtype, WIDTH=width, OPERATIONS=operations(expression) + 1,
+            operands=";".join(f"{name} {_dtype(node, name)} {kinds[name]}" for name in names),
+        ),
+        bytes=f"({row_count(node)}) * {width * item}",
+        flops=f"({row_count(node)}) * {width * operations(expression)}",
+    )  # fmt: skip
+
+
 def floats(*groups: str) -> Callable[[fx.Node, Target], str | None]:
     """Refuses arguments other than fp32 and bf16; each group "x weight" lists arguments of one dtype."""
 
@@ -231,6 +278,8 @@ ROWS: tuple[Row, ...] = (
     Row("act_mul", "act_mul", unknown_activation, act_mul),
     Row("gather_logits", "gather_logits", floats("hidden"), gather_logits),
     Row("add", "add", floats("x y"), add),
+    Row("layer_norm", "layer_norm", floats("x", "weight bias"), layer_norm),
+    Row("pointwise", "pointwise", floats("a", "b", "c", "d"), pointwise),
 )
 
 

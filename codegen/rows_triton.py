@@ -23,11 +23,14 @@ from octavo.codegen.specs_triton import (
     add_spec,
     gather_rows_spec,
     kv_write_spec,
+    layer_norm_spec,
+    pointwise_spec,
     rms_norm_spec,
     rope_kv_write_spec,
     rope_spec,
 )
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.pointwise import NAMES
 from octavo.compiler.target import Target
 
 # The widest row that a program holds at once: 32 elements a thread of 16 warps.
@@ -81,6 +84,23 @@ def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
     given = arguments(node)
     hidden, dtype = static_size(node, "x", -1), dtype_of(node, "x")
     return rms_norm_spec(row_count(node), hidden, dtype, given["eps"], given["offset"], "residual" in given)
+
+
+def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
+    given, dtype = arguments(node), dtype_of(node, "x")
+    weights = {name: dtype_of(node, name) for name in ("weight", "bias") if given[name] is not None}
+    return layer_norm_spec(row_count(node), static_size(node, "x", -1), dtype, float(given["eps"]), weights)
+
+
+def pointwise(node: fx.Node, target: Target) -> KernelSpec:
+    given = arguments(node)
+    operands = {
+        name: (dtype_of(node, name), tensor(node, name).dim() < tensor(node, "a").dim())
+        for name in NAMES
+        if given[name] is not None
+    }
+    width = static_size(node, "a", -1)
+    return pointwise_spec(row_count(node), width, operands, given["expression"], result_dtype(node))
 
 
 def act_mul(node: fx.Node, target: Target) -> KernelSpec:
@@ -151,4 +171,6 @@ ROWS: tuple[Row, ...] = (
     Row("rope_kv_write", "rope_kv_write", always, rope_kv_write),
     Row("paged_attention", "paged_attention", group_too_large, paged_attention),
     Row("act_mul", "act_mul", always, act_mul),
+    Row("layer_norm", "layer_norm", wider_than_a_program("x"), layer_norm),
+    Row("pointwise", "pointwise", always, pointwise),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.pointwise import operations, write
 from octavo.compiler.program import Dim
 
 
@@ -93,6 +94,58 @@ def rms_norm_spec(
         num_warps=warps_for(block),
         label=f"{'add_' if residual else ''}{dtype}_h{hidden}",
     )  # fmt: skip
+
+
+def layer_norm_spec(count: Dim, hidden: int, dtype: str, eps: float, weights: dict[str, str]) -> KernelSpec:
+    """weights: name -> dtype of those of weight and bias that there are."""
+    block = power_of_2(hidden)
+    return KernelSpec(
+        op="layer_norm",
+        template="triton/layer_norm.py.jinja",
+        params=(
+            ("dtype", dtype), ("weight", "weight" in weights), ("bias", "bias" in weights), ("EPS", eps),
+            ("HIDDEN", hidden), ("BLOCK", block),
+        ),
+        args=tuple(pointer(name, kind) for name, kind in {"x": dtype, **weights, "out": dtype}.items()),
+        grid=(str(count), "1", "1"),
+        bytes=f"({count}) * {2 * hidden * ITEM_BYTES[dtype]}",
+        flops=f"({count}) * {8 * hidden}",
+        num_warps=warps_for(block),
+        label=f"{dtype}_h{hidden}",
+    )  # fmt: skip
+
+
+def pointwise_spec(
+    count: Dim, width: int, operands: dict[str, tuple[str, bool]], expression: str, out_dtype: str
+) -> KernelSpec:
+    """operands: name -> dtype, and whether it is a vector that all rows share."""
+    block = min(power_of_2(width), 1024)
+    kinds = ";".join(f"{name} {'vector' if vector else 'rows'}" for name, (_, vector) in operands.items())
+    item = sum(ITEM_BYTES[dtype] for dtype, vector in operands.values() if not vector) + ITEM_BYTES[out_dtype]
+    return KernelSpec(
+        op="pointwise",
+        template="triton/pointwise.py.jinja",
+        params=(
+            ("expression", expression), ("body", write(expression, repr, lambda f, x: TRITON_CALLS[f].format(x))),
+            ("operands", kinds), ("WIDTH", width), ("BLOCK", block),
+        ),
+        args=(*(pointer(name, dtype) for name, (dtype, _) in operands.items()), pointer("out", out_dtype)),
+        grid=(str(count), str(ceil_div(width, block)), "1"),
+        bytes=f"({count}) * {width * item}",
+        flops=f"({count}) * {width * operations(expression)}",
+        num_warps=warps_for(block),
+        label=f"{out_dtype}_w{width}",
+    )  # fmt: skip
+
+
+# The functions of pointwise expressions; tanh and the tanh form of gelu through exp, which cannot overflow to nan.
+TRITON_CALLS = {
+    "exp": "tl.exp({0})", "sigmoid": "(1.0 / (1.0 + tl.exp(-{0})))", "rsqrt": "tl.rsqrt({0})",
+    "tanh": "(2.0 / (1.0 + tl.exp(-2.0 * {0})) - 1.0)", "sqrt": "tl.sqrt({0})",
+    "silu": "({0} / (1.0 + tl.exp(-{0})))", "relu": "tl.where({0} < 0.0, 0.0, {0})",
+    "gelu": "(0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476)))",
+    "gelu_tanh": "({0} / (1.0 + tl.exp(-1.5957691216057308 * ({0} + 0.044715 * {0} * {0} * {0}))))",
+}  # fmt: skip
 
 
 def act_mul_spec(count: Dim, intermediate: int, dtype: str, activation: str) -> KernelSpec:

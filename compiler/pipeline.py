@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from octavo.compiler.capture import Captured
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, PassError
-from octavo.compiler.legality import ATTENTION, Stage, check, op
+from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.passes.canonicalize import canonicalize
@@ -22,9 +22,12 @@ from octavo.passes.fold_position_tables import fold_position_tables
 from octavo.passes.fuse_add_norm import fuse_add_norm
 from octavo.passes.fuse_attention import fuse_attention
 from octavo.passes.fuse_gated_mlp import fuse_gated_mlp
+from octavo.passes.fuse_layer_norm import fuse_layer_norm
+from octavo.passes.fuse_partial_rope import fuse_partial_rope
 from octavo.passes.fuse_rms_norm import fuse_rms_norm
 from octavo.passes.fuse_rope import fuse_rope
 from octavo.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from octavo.passes.hoist_transposes import hoist_transposes
 from octavo.passes.insert_paged_kv import insert_paged_kv
 from octavo.passes.lower_elementwise import lower_elementwise
 from octavo.passes.merge_gate_up import merge_gate_up
@@ -59,12 +62,18 @@ class Step:
 
 PIPELINE: tuple[Step, ...] = (
     Step(canonicalize, "canonical"),  # assertions and copies are extra users that block every larger match
-    Step(split_linear, "canonical"),  # before folding, which makes weights of the parts
-    Step(fold_constants, "canonical"),
+    Step(fold_constants, "canonical"),  # transposed weights are weights
+    Step(split_linear, "canonical"),
+    Step(fold_constants, "canonical"),  # parts of weights are weights
     Step(eliminate_dead_code, "canonical"),
+    Step(
+        fuse_layer_norm, "canonical"
+    ),  # before rms_norm: a layer norm holds the rms norm of the centred values
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
+    Step(hoist_transposes, "fused"),  # what per-head norms and partial rotations left between transposes
+    Step(fuse_partial_rope, "fused"),
     Step(fuse_gated_mlp, "fused"),
     Step(fold_position_tables, "fused", ("max_model_len",)),  # after masks, which positions make too
     Step(insert_paged_kv, "paged", ("page_size",)),
@@ -171,18 +180,18 @@ def _after(done: Sequence[PassReport]) -> str:
 
 
 def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport]) -> None:
-    """The stage's check; its error tells what passes refused up to here, which is usually the cause."""
+    """The stage's check; its error tells what passes refused up to here, the last first: often the cause."""
     try:
         check(graph_module, step.stage, after=step.name)
     except IllegalGraphError as error:
-        refused = [f"{r.name} left {x.where}: {x.reason}" for r in reports for x in r.rejected]
+        refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected]
         raise IllegalGraphError("; ".join([str(error), *refused[:4]])) from None
 
 
 def expected_attentions(captured: Captured) -> list[str]:
     """Names of the nodes that are attention in the captured graph: what must be paged in the end."""
     nodes = captured.graph_module.graph.nodes
-    found = [n.name for n in nodes if n.op == "call_function" and op(n) in ATTENTION]
+    found = [n.name for n in nodes if n.op == "call_function" and is_attention(n)]
     layers = captured.model_info["num_layers"]
     if not found:
         raise PassError(

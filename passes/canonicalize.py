@@ -62,7 +62,18 @@ def _remove_assertions(graph_module: GraphModule) -> None:
 
 def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None:
     """Apply the first simplification that fits `node`."""
-    for simplify in (_identity, _reshape, _transpose, _dialect, _square, _slices, _product, _conversion):
+    for simplify in (
+        _identity,
+        _flat_product,
+        _reshape,
+        _transpose,
+        _dialect,
+        _square,
+        _slices,
+        _join,
+        _product,
+        _conversion,
+    ):
         build = simplify(node)
         if build is not None:
             inputs = build.inputs or node.all_input_nodes
@@ -132,6 +143,24 @@ def _reshape(node: Node) -> Build | None:
     return Build(lambda b: b.call(aten.reshape.default, origin, sizes), (origin,))
 
 
+def _flat_product(node: Node) -> Build | None:
+    """A product of flattened rows, brought back into shape, is the product of the rows as they were."""
+    product = node.args[0] if node.target in RESHAPES else None
+    if not isinstance(product, Node) or product.target is not octavo.linear.default:
+        return None
+    flat, *weights = product.args
+    if not isinstance(flat, Node) or flat.target is not aten.reshape.default:
+        return None
+    origin = flat.args[0]
+    assert isinstance(origin, Node)
+    if shape(origin)[:-1] != shape(node)[:-1] or shape(product)[-1] != shape(node)[-1]:
+        return None
+    if shape(origin)[-1] != shape(flat)[-1]:
+        return None
+    inputs = (origin, *(w for w in weights if isinstance(w, Node)))
+    return Build(lambda b: b.call(octavo.linear.default, origin, *weights), inputs)
+
+
 def permutation(node: Node) -> list[int]:
     rank, args = len(shape(node)), arguments(node)
     order = list(range(rank))
@@ -161,12 +190,39 @@ def _transpose(node: Node) -> Build | None:
 
 def _dialect(node: Node) -> Build | None:
     """Ops of the framework that are ops of the dialect under another name."""
-    args = node.args
+    args = arguments(node)
     if node.target is aten.linear.default:
         return Build(lambda b: b.call(octavo.linear.default, *args))
     if node.target is aten.embedding.default:
         return Build(lambda b: b.call(octavo.embedding.default, args[1], args[0]))
+    is_plain = node.target is aten.addmm.default and not node.kwargs
+    if is_plain and _is_weight(args[2]) and len(shape(args[0])) == 1:
+        bias, x, weight = args
+        return Build(
+            lambda b: b.call(octavo.linear.default, x, b.call(aten.permute.default, weight, [1, 0]), bias)
+        )
+    if node.target in (aten.mm.default, aten.matmul.default) and _is_weight(args[1]):
+        x, weight = args
+        return Build(lambda b: b.call(octavo.linear.default, x, b.call(aten.permute.default, weight, [1, 0])))
     return None
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Node) and value.op == "get_attr" and len(shape(value)) == 2
+
+
+def _join(node: Node) -> Build | None:
+    """Parts of width zero add nothing to a join: the unrotated rest of a head that is rotated whole, say."""
+    if node.target is not aten.cat.default:
+        return None
+    args: tuple[Any, ...] = (*arguments(node), 0)
+    parts, axis = args[:2]
+    if any(part.meta["val"].dtype != node.meta["val"].dtype for part in parts):
+        return None
+    kept = [part for part in parts if shape(part) != (0,) and shape(part)[axis] != 0]
+    if len(kept) == 1:
+        return Build(lambda _: kept[0])
+    return Build(lambda b: b.call(aten.cat.default, kept, axis)) if 0 < len(kept) < len(parts) else None
 
 
 def _square(node: Node) -> Build | None:

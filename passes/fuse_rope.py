@@ -1,7 +1,7 @@
 """x * cos + rotate(x) * sin  ->  octavo.rope on tokens-first tensors (Su et al. 2021, equation 34).
 
-x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. Not matched: tables of less than
-D, even-odd pairs.
+x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. rotate takes the halves of x, or its
+even and odd elements. Tables narrower than D are `fuse_partial_rope`'s.
 """
 
 from typing import Any
@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from octavo.passes.pattern import Match, Var, add, aten, call, mul
+from octavo.passes.pattern import Match, Var, add, aten, call, cast, mul
 from octavo.passes.rewrite import Builder
 from octavo.passes.rule import PassReport, Rule, apply_rules
 
-X = Var("x")
+X = cast(Var("x"))
 SECOND = call(aten.slice.Tensor, args=(X, Var("axis"), Var("half"), Var("end")), bind="second")
 FIRST = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("half")), bind="first")
 ROTATED = call(aten.cat.default, args=([call(aten.neg.default, args=(SECOND,)), FIRST], Var("cat_axis")))
-PATTERN = add(mul(X, Var("cos")), mul(ROTATED, Var("sin")))
+ODD = call(aten.slice.Tensor, args=(X, Var("axis"), 1, Var("end"), 2))
+EVEN = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("end"), 2))
+STACKED = call(aten.stack.default, args=([call(aten.neg.default, args=(ODD,)), EVEN], -1))
+PAIRS = call(aten.reshape.default, args=(STACKED,))
 
 HEADS_FIRST, TOKENS_FIRST = [0, 2, 1, 3], [0, 1, 2, 3]
 
@@ -36,9 +39,13 @@ def layout(x: Any, table: Any) -> list[int] | None:
 
 def reject(found: Match) -> str | None:
     x, cos, sin = (found[name].meta["val"] for name in ("x", "cos", "sin"))
+    if x.dtype != found.root.meta["val"].dtype:
+        return f"the input is {x.dtype} and the result {found.root.meta['val'].dtype}"
     if x.shape[-1] % 2:
         return f"head_dim must be even, got {x.shape[-1]}"
-    if found["half"] != x.shape[-1] // 2 or found["axis"] % len(x.shape) != len(x.shape) - 1:
+    if found["axis"] % len(x.shape) != len(x.shape) - 1:
+        return f"it rotates along axis {found['axis']}, expected the last"
+    if found.values.get("half", x.shape[-1] // 2) != x.shape[-1] // 2:
         return f"the halves split at {found['half']} of {x.shape[-1]}"
     if layout(x, cos) is None or layout(x, cos) != layout(x, sin):
         shapes = (tuple(t.shape) for t in (cos, sin, x))
@@ -46,18 +53,28 @@ def reject(found: Match) -> str | None:
     return None
 
 
-def replacement(build: Builder, found: Match) -> Node:
+def replacement(build: Builder, found: Match, interleaved: bool = False) -> Node:
     x = found["x"]
     order = layout(x.meta["val"], found["cos"].meta["val"])
     assert order is not None
     width = x.meta["val"].shape[-1]
     cos, sin = (build.call(aten.reshape.default, found[name], [1, -1, width]) for name in ("cos", "sin"))
-    rotated = build.call(torch.ops.octavo.rope.default, build.call(aten.permute.default, x, order), cos, sin)
+    style = (True,) if interleaved else ()
+    tokens_first = build.call(aten.permute.default, x, order)
+    rotated = build.call(torch.ops.octavo.rope.default, tokens_first, cos, sin, *style)
     return build.call(aten.permute.default, rotated, order)
 
 
-FUSE_ROPE = Rule("fuse_rope", PATTERN, replacement, ("x", "cos", "sin"), reject)
+def _pattern(rotated: Any) -> Any:
+    return cast(add(mul(X, Var("cos")), mul(rotated, Var("sin"))))
+
+
+NAMES = ("x", "cos", "sin")
+RULES = (
+    Rule("fuse_rope", _pattern(ROTATED), replacement, NAMES, reject),
+    Rule("fuse_interleaved_rope", _pattern(PAIRS), lambda b, m: replacement(b, m, True), NAMES, reject),
+)
 
 
 def fuse_rope(graph_module: GraphModule) -> PassReport:
-    return apply_rules([FUSE_ROPE], graph_module, PassReport("fuse_rope", "reassociates"))
+    return apply_rules(RULES, graph_module, PassReport("fuse_rope", "reassociates"))

@@ -1,42 +1,139 @@
 """linear(x, W)[..., a:b]  ->  linear(x, W[a:b]), for models that keep several projections in one weight.
 
-Later passes then see one spelling, and `merge_qkv` joins again what is worth joining. Not matched: a product
-that is also used whole, which would be computed twice.
+The slice may be of the product itself or of its view as (1, T, ..., D), transposed or not: then it takes rows of
+the weight seen through the same view (one head's q, k and v next to each other, say). Later passes see one
+spelling, and `merge_qkv` joins again what is worth joining. Not matched: a product that is also used whole, which
+would be computed twice, and parts that are joined again.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from octavo.passes.pattern import Match, Var, arguments, aten, call
-from octavo.passes.rewrite import Builder
-from octavo.passes.rule import PassReport, Rule, apply_rules
+from octavo.passes.pattern import arguments, aten
+from octavo.passes.rewrite import Builder, Site, replace
+from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
-LINEAR = call(octavo.linear.default, args=(Var("x"), Var("weight")), bind="linear")
-PATTERN = call(aten.slice.Tensor, args=(LINEAR, Var("axis"), Var("start"), Var("end")))
 
 
-def reject(found: Match) -> str | None:
-    linear, weight = found["linear"], found["weight"]
-    last = len(linear.meta["val"].shape) - 1
-    for user in linear.users:
-        if user.target is not aten.slice.Tensor or arguments(user)[1] % (last + 1) != last:
-            return f"{linear.name} is also used by {user.name}, which is no part of its last axis"
-    if weight.op != "get_attr":
-        return f"the weight is {weight.name}, which is computed"
-    if not isinstance(found["start"], int) or not isinstance(found["end"], int):
-        return f"the part goes from {found['start']} to {found['end']}, which are not numbers"
-    return f"the part takes every {found.root.args[4]}th element" if len(found.root.args) > 4 else None
+@dataclass(frozen=True)
+class _Part:
+    """A slice of a product: `axis` and `sizes` are of its view without the token axes; order puts a transpose back."""
 
-
-def replacement(build: Builder, found: Match) -> Node:
-    part = (0, found["start"], found["end"])
-    parts = [build.call(aten.slice.Tensor, whole, *part) for whole in arguments(found["linear"])[1:] if whole]
-    return build.call(octavo.linear.default, found["x"], *parts)
-
-
-SPLIT_LINEAR = Rule("split_linear", PATTERN, replacement, ("x", "weight"), reject)
+    linear: Node
+    axis: int
+    start: int
+    end: int
+    sizes: list[int]
+    order: list[int] | None
 
 
 def split_linear(graph_module: GraphModule) -> PassReport:
-    return apply_rules([SPLIT_LINEAR], graph_module, PassReport("split_linear", "reassociates"))
+    report = PassReport("split_linear", "reassociates")
+    for node in list(graph_module.graph.nodes):
+        if node.target is aten.slice.Tensor and node.users:
+            found = _part(node)
+            if isinstance(found, str):
+                report.reject(node, found)
+            elif found is not None:
+                report.sites.append(_split(graph_module, node, found))
+    return report
+
+
+def _part(node: Node) -> _Part | str | None:
+    """What to split, why not to, or None for a slice of something else than a product."""
+    chain = [node]
+    args = arguments(node)
+    padded: tuple[Any, ...] = (*args, *(0, None, None)[len(args) - 1 :])
+    source, axis, start, end = padded[:4]
+    order = None
+    if isinstance(source, Node) and source.target is aten.permute.default:
+        chain.append(source)
+        order = [int(d) for d in arguments(source)[1]]
+        axis, source = order[axis], arguments(source)[0]
+    view = source if isinstance(source, Node) and source.target is aten.reshape.default else None
+    if view is not None:
+        chain.append(view)
+        source = arguments(view)[0]
+    if not isinstance(source, Node) or source.target is not octavo.linear.default:
+        return None
+    if len(chain) > 1 and _used_whole(source, chain) is not None:
+        return None  # the view of one projection, of which rotation reads halves: nothing to split
+    whole = (view or source).meta["val"].shape
+    axis = axis % len(whole)
+    refusal = _refusal(node, source, chain, axis, start, end)
+    if refusal is not None:
+        return refusal
+    sizes = [int(d) for d in whole[2:]]
+    first, last, _ = slice(start, end).indices(sizes[axis - 2])
+    return _Part(source, axis - 2, first, last, sizes, order)
+
+
+def _refusal(
+    node: Node, linear: Node, chain: list[Node], axis: int, start: object, end: object
+) -> str | None:
+    if axis < 2:
+        return f"{linear.name} is also used by {node.name}, which is no part of its last axis"
+    whole = _used_whole(linear, chain)
+    if whole is not None:
+        return f"{whole}, which is no part of its last axis"
+    view, product = tuple(chain[-1].meta["val"].shape), tuple(linear.meta["val"].shape)
+    if len(chain) > 1 and view[:2] != product[:2]:
+        return f"the view {view} does not keep the token axes of {product}"
+    parts = [user for user in arguments(node)[0].users if user.target is aten.slice.Tensor]
+    joins = [user for part in parts for user in part.users if user.target is aten.cat.default]
+    if joins:
+        return f"{joins[0].name} joins the parts again: they are one value, rotated in part, say"
+    weight = arguments(linear)[1]
+    if weight.op != "get_attr":
+        return f"the weight is {weight.name}, which is computed"
+    if not isinstance(start, int) or not isinstance(end, int):
+        return f"the part goes from {start} to {end}, which are not numbers"
+    step = node.args[4] if len(node.args) > 4 else 1
+    return f"the part takes every {step}th element" if step != 1 else None
+
+
+def _used_whole(linear: Node, chain: list[Node]) -> str | None:
+    """Who reads more than a part of the product or of its view."""
+    for value in (*chain[1:], linear):
+        for user in value.users:
+            if user not in chain and not _is_part(user):
+                return f"{value.name} is also used by {user.name}"
+    return None
+
+
+def _is_part(user: Node) -> bool:
+    """A slice of another axis than tokens, or a transpose of which only such slices are taken."""
+    if user.target is aten.permute.default:
+        order = arguments(user)[1]
+        return all(u.target is aten.slice.Tensor and order[arguments(u)[1]] >= 2 for u in user.users)
+    rank = len(user.meta["val"].shape) if user.target is aten.slice.Tensor else 0
+    return rank > 0 and arguments(user)[1] % rank >= 2
+
+
+def _split(graph_module: GraphModule, node: Node, part: _Part) -> Site:
+    x, *wholes = arguments(part.linear)
+    sizes = [*part.sizes]
+    sizes[part.axis] = part.end - part.start
+
+    def rows(b: Builder, whole: Node) -> Node:
+        rest = list(whole.meta["val"].shape[1:])
+        if len(part.sizes) == 1:
+            return b.call(aten.slice.Tensor, whole, 0, part.start, part.end)
+        seen = b.call(aten.reshape.default, whole, [*part.sizes, *rest])
+        return b.call(
+            aten.reshape.default,
+            b.call(aten.slice.Tensor, seen, part.axis, part.start, part.end),
+            [-1, *rest],
+        )
+
+    def build(b: Builder) -> list[Node]:
+        value = b.call(octavo.linear.default, x, *(rows(b, whole) for whole in wholes if whole is not None))
+        if len(sizes) > 1:
+            value = b.call(aten.reshape.default, value, [1, -1, *sizes])
+        return [value if part.order is None else b.call(aten.permute.default, value, part.order)]
+
+    return replace(graph_module, [node], build, [x, *(w for w in wholes if w is not None)])

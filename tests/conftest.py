@@ -7,7 +7,7 @@ import pytest
 _TABLES = pytest.StashKey[list[tuple[str, list[str]]]]()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def print_at_end(request: pytest.FixtureRequest) -> Callable[[str, list[str]], None]:
     """Call with a title and lines; they follow the run's report whether or not the test passed."""
     tables = request.config.stash.setdefault(_TABLES, [])

@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.program_json": 2,
     "octavo.compiler.dims": 2,
     "octavo.compiler.types": 2,
+    "octavo.compiler.pointwise": 2,
     "octavo.compiler.ops": 2,
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,

@@ -13,8 +13,9 @@ from octavo.codegen.evidence import evidence_row
 from octavo.codegen.kernel import Kernel, KernelSpec, Param
 from octavo.codegen.linear_triton import Product, linear_tma_spec, many_rows_spec, with_param
 from octavo.codegen.render import render
-from octavo.codegen.specs_triton import Heads, add_spec, rms_norm_spec
+from octavo.codegen.specs_triton import Heads, add_spec, layer_norm_spec, pointwise_spec, rms_norm_spec
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.pointwise import FUNCTIONS
 from octavo.compiler.target import load_target
 
 B200 = load_target("b200")
@@ -53,6 +54,21 @@ def test_kernels_of_a_linear_and_an_attention_keep_every_limit() -> None:
     opcodes = {kernel.spec.name: str(evidence_row(kernel)["key_opcodes"]) for kernel in kernels}
     assert all("UTCHMMA" in opcodes[spec.name] for spec in (specs[2], specs[5]))
     assert "UTMALDG" in opcodes[specs[0].name]
+
+
+def test_kernels_of_rows_build_without_spills() -> None:
+    operands = {"a": ("bf16", False), "b": ("fp32", False), "c": ("bf16", True)}
+    every = " + ".join(f"{name}(a)" for name in FUNCTIONS) + " - b * c"
+    specs = [
+        layer_norm_spec("T", 4096, "bf16", 1e-5, {"weight": "bf16", "bias": "bf16"}),
+        layer_norm_spec("T", 1000, "fp32", 1e-5, {}),
+        pointwise_spec("T", 4096, operands, every, "bf16"),
+        pointwise_spec("T", 7, operands, "20.0 * tanh(a / 20.0)", "fp32"),
+    ]
+    for kernel in build_kernels(specs, B200):
+        row = evidence_row(kernel)
+        assert kernel.binary is not None and kernel.binary.startswith(b"\x7fELF")
+        assert (row["spill_bytes"], row["refused"]) == (0, 0)
 
 
 def test_launch_record_says_how_to_call_the_kernel() -> None:

@@ -70,6 +70,8 @@ def every_op() -> list[fx.Node]:
         graph.call("act_mul", gate_up, "silu"),
         graph.call("gather_logits", x, rows),
         graph.call("add", x, y),
+        graph.call("layer_norm", x, w, None, 1e-5),
+        graph.call("pointwise", x, y, w, None, "silu(a) * b - c", "bf16"),
         linear(960, 576),
         linear(49153, 576),
         attention(9, 3, 64, 64),
@@ -163,6 +165,26 @@ def test_rows_that_no_program_holds_are_refused() -> None:
     node = graph.call("rms_norm", x, graph.weight("w", torch.zeros(MAX_ROW + 1)), 1e-5)
     with pytest.raises(Exception, match=f"rows of x must have at most {MAX_ROW} elements, got {MAX_ROW + 1}"):
         choose(node)
+
+
+def test_operands_of_a_pointwise_are_rows_or_vectors_of_their_own_dtypes() -> None:
+    spec = next(choose(node).spec for node in every_op() if "pointwise" in node.name)
+    assert [(arg.name, arg.dtype) for arg in spec.args] == [
+        ("a", "bf16"),
+        ("b", "bf16"),
+        ("c", "fp32"),
+        ("out", "bf16"),
+    ]
+    assert dict(spec.params)["operands"] == "a rows;b rows;c vector"
+
+
+def test_weights_of_a_layer_norm_have_their_own_dtype() -> None:
+    spec = next(choose(node).spec for node in every_op() if "layer_norm" in node.name)
+    assert [(arg.name, arg.dtype) for arg in spec.args] == [
+        ("x", "bf16"),
+        ("weight", "fp32"),
+        ("out", "bf16"),
+    ]
 
 
 def test_a_group_larger_than_a_tile_is_refused() -> None:

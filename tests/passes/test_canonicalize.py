@@ -103,6 +103,75 @@ def test_a_chunk_of_the_tokens_is_left_alone() -> None:
     assert [text.split("(")[0] for text in canonical(made)[0]] == ["aten::split", "getitem"]
 
 
+def weight(graph: LoweredGraph, *sizes: int) -> fx.Node:
+    return graph.weight(
+        "w" + "x".join(map(str, sizes)), torch.arange(float(torch.Size(sizes).numel())).view(sizes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "left"),
+    [
+        (lambda g, x: g.function(aten.matmul.default, x, weight(g, 6, 5)), ["permute", "linear"]),
+        (lambda g, x: g.function(aten.mm.default, flat(g, x), weight(g, 6, 5)), ["reshape", "permute", "linear"]),
+        (lambda g, x: g.function(aten.addmm.default, weight(g, 5), flat(g, x), weight(g, 6, 5)),
+         ["reshape", "permute", "linear"]),
+        (lambda g, x: g.function(aten.reshape.default, g.function(
+            aten.addmm.default, weight(g, 5), flat(g, x), weight(g, 6, 5)), [1, -1, 4, 5]), ["permute", "linear"]),
+        # not by a weight, scaled, or with a bias for each row
+        (lambda g, x: g.function(aten.matmul.default, x, g.tokens("y", (6, 5), FP32)), ["matmul"]),
+        (lambda g, x: g.function(aten.addmm.default, weight(g, 5), flat(g, x), weight(g, 6, 5), beta=2),
+         ["reshape", "addmm"]),
+        (lambda g, x: g.function(aten.addmm.default, weight(g, 1, 5), flat(g, x), weight(g, 6, 5)),
+         ["reshape", "addmm"]),
+        (lambda g, x: g.function(aten.addmm.default, weight(g, 5), flat(g, x), g.function(
+            aten.neg.default, weight(g, 6, 5))), ["reshape", "neg", "addmm"]),
+        # other rows than those that were flattened
+        (lambda g, x: g.function(aten.reshape.default, g.call("linear", flat(g, x), weight(g, 6, 6)), [1, -1, 24]),
+         ["reshape", "linear", "reshape"]),
+    ],
+)  # fmt: skip
+def test_products_by_a_weight_are_linears_of_the_rows_as_they_were(made: Made, left: list[str]) -> None:
+    assert [text.split("(")[0].split("::")[1] for text in canonical(made)[0]] == left
+
+
+def flat(graph: LoweredGraph, x: fx.Node) -> fx.Node:
+    return graph.function(aten.reshape.default, x, [-1, 6])
+
+
+def test_linears_keep_their_numbers() -> None:
+    graph = LoweredGraph()
+    product = graph.function(
+        aten.addmm.default,
+        weight(graph, 5),
+        flat(graph, graph.tokens("x", (4, 6), FP32)),
+        weight(graph, 6, 5),
+    )
+    graph_module = graph.finish(graph.function(aten.reshape.default, product, [1, -1, 4, 5]))
+    x = torch.randn(1, 3, 4, 6)
+    expected = graph_module(x)[0]
+    run_pass(canonicalize, graph_module)
+    graph_module.recompile()
+    torch.testing.assert_close(graph_module(x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("made", "left"),
+    [
+        (lambda g, x: g.function(aten.cat.default, [x, weight(g, 1, 11, 4, 0)], -1), []),
+        (lambda g, x: g.function(aten.cat.default, [weight(g, 0), x], -2), []),
+        (lambda g, x: g.function(aten.cat.default, [x, weight(g, 0), x], 3), ["aten::cat(3,)"]),
+        (lambda g, x: g.function(aten.cat.default, [x, x], 3), ["aten::cat(3,)"]),
+        (lambda g, x: g.function(aten.cat.default, [x, x]), ["aten::cat()"]),
+        # a part without elements can still widen the others
+        (lambda g, x: g.function(aten.cat.default, [weight(g, 0), g.function(aten._to_copy.default, x, dtype=BF16)], 3),
+         ["aten::_to_copy()", "aten::cat(3,)"]),
+    ],
+)  # fmt: skip
+def test_joins_drop_parts_without_elements(made: Made, left: list[str]) -> None:
+    assert canonical(made)[0] == left
+
+
 def test_einsum_is_a_product_of_transposes() -> None:
     def made(graph: LoweredGraph, x: fx.Node) -> fx.Node:
         return graph.function(aten.einsum.default, "bqhd,bkhd->bhqk", [x, graph.tokens("y", (4, 6), FP32)])
@@ -136,6 +205,6 @@ def test_framework_ops_become_the_dialect() -> None:
     assert [str(n) for n in embedding.args] == ["input_ids", "model_embed_tokens_weight"]
 
 
-@pytest.mark.parametrize("name", ["llama", "einsum", "fused"])
+@pytest.mark.parametrize("name", ["llama", "einsum", "fused", "gpt2"])
 def test_idempotent(name: str) -> None:
     assert_idempotent("canonicalize", name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lowered import LoweredGraph
 from models import LAYERS
-from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, count
+from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, calls, count
 from torch import fx
 
 from octavo.passes.fuse_rope import fuse_rope
@@ -59,5 +59,46 @@ def test_refuses(width: int, split: int, tables: tuple[int, ...], reason: str) -
         raise AssertionError(report.rejected[0].reason)
 
 
-def test_idempotent() -> None:
-    assert_idempotent("fuse_rope")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_interleaved_rotations_fire_with_the_same_numbers(dtype: torch.dtype) -> None:
+    graph_module, report = after("fuse_rope", "cohere2", dtype)
+    assert report.matched == count(graph_module, rope) == 2  # its other layer does not rotate
+    assert [(n.args[3], n.meta["val"].dtype) for n in calls(graph_module, rope)] == [(True, dtype)] * 2
+    assert count(graph_module, aten.stack.default) == 0
+    assert_same_numbers(graph_module, "cohere2", dtype)
+
+
+def interleaved(first: int = 1, result: torch.dtype = FP32) -> tuple[fx.GraphModule, PassReport]:
+    """Of x (1, T, 4, 16) in fp32, rounded to `result` in the end."""
+    graph = LoweredGraph()
+    x = graph.tokens("x", (4, 16), FP32)
+    cos, sin = (graph.tokens(name, (1, 16), FP32) for name in ("cos", "sin"))
+    odd, even = (graph.function(aten.slice.Tensor, x, 3, start, END, 2) for start in (first, 1 - first))
+    pairs = graph.function(aten.stack.default, [graph.function(aten.neg.default, odd), even], -1)
+    turned = graph.function(aten.reshape.default, pairs, [1, -1, 4, 16])
+    terms = graph.function(aten.mul.Tensor, x, cos), graph.function(aten.mul.Tensor, turned, sin)
+    y = graph.function(aten.add.Tensor, *terms)
+    y = y if result is FP32 else graph.function(aten._to_copy.default, y, dtype=result)
+    graph_module = graph.finish(y)
+    return graph_module, run_pass(fuse_rope, graph_module)
+
+
+def test_hand_made_interleaved_rotation_fires() -> None:
+    graph_module, report = interleaved()
+    assert report.matched == 1
+    assert [n.args[3] for n in calls(graph_module, rope)] == [True]
+
+
+def test_leaves_pairs_turned_the_other_way() -> None:
+    assert interleaved(first=0)[1].matched == 0
+
+
+def test_refuses_to_round_and_leaves_the_conversion() -> None:
+    graph_module, report = interleaved(result=BF16)
+    assert [r.reason for r in report.rejected] == ["the input is torch.float32 and the result torch.bfloat16"]
+    assert (report.matched, count(graph_module, aten._to_copy.default)) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere2"])
+def test_idempotent(name: str) -> None:
+    assert_idempotent("fuse_rope", name)

@@ -1,5 +1,8 @@
 """Parts of a product become products with parts of the weight."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from lowered import LoweredGraph
@@ -12,6 +15,7 @@ from octavo.passes.rule import PassReport, run_pass
 from octavo.passes.split_linear import split_linear
 
 linear = torch.ops.octavo.linear.default
+END = 9223372036854775807
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -70,5 +74,88 @@ def test_refuses(condition: dict[str, int], reason: str) -> None:
     assert [r.reason for r in report.rejected] == [reason]
 
 
-def test_idempotent() -> None:
-    assert_idempotent("split_linear", "fused")
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt_neox"]
+)  # parts with biases; parts of each head of a transposed view
+def test_splits_what_architectures_merged(name: str, dtype: torch.dtype) -> None:
+    graph_module, report = after("split_linear", name, dtype)
+    assert report.matched == 3 * LAYERS
+    widths = [n.meta["val"].shape[-1] for n in calls(graph_module, linear)]
+    assert 3 * HIDDEN not in widths and widths.count(HIDDEN) >= 4 * LAYERS
+    assert_same_numbers(graph_module, name, dtype)
+
+
+def viewed(
+    axis: int, start: int | None, end: int | None, turned: bool = False, view: Sequence[int] = (1, -1, 4, 6),
+    joined: bool = False, whole: bool = False,
+) -> tuple[fx.GraphModule, fx.GraphModule, PassReport]:  # fmt: skip
+    """The graph, the graph split, and the report: one part of a view of a product of width 24 with a bias."""
+    graphs = []
+    for _ in range(2):
+        graph = LoweredGraph()
+        x, weight = (
+            graph.tokens("x", (16,), FP32),
+            graph.weight("w", torch.arange(24.0 * 16).view(24, 16) % 7),
+        )
+        product = graph.call("linear", x, weight, graph.weight("b", torch.arange(24.0)))
+        value = graph.function(aten.reshape.default, product, list(view))
+        value = graph.function(aten.permute.default, value, [0, 2, 1, 3]) if turned else value
+        part = graph.function(aten.slice.Tensor, value, axis, start, end)
+        rest = graph.function(aten.slice.Tensor, value, axis, 4, 6) if joined else None
+        results = [part if rest is None else graph.function(aten.cat.default, [part, rest], axis)]
+        graphs.append(graph.finish(*results, *([value] if whole else [])))
+    return graphs[0], graphs[1], run_pass(split_linear, graphs[1])
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "end", "turned"),
+    [
+        (3, 2, 5, False),
+        (3, 2, 5, True),
+        (-1, -4, -1, True),
+        (-1, 3, END, True),
+        (2, 1, 3, False),
+        (1, 1, 3, True),  # heads, of the transposed view
+    ],
+)
+def test_parts_of_a_view_take_rows_seen_through_it(axis: int, start: int, end: int, turned: bool) -> None:
+    unsplit, graph_module, report = viewed(axis, start, end, turned)
+    assert report.matched == 1
+    assert 24 not in [n.meta["val"].shape[-1] for n in calls(graph_module, linear) if n.users]
+    graph_module.recompile()
+    x = torch.randn(1, 3, 16)
+    torch.testing.assert_close(graph_module(x)[0], unsplit(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            {"axis": 2, "turned": True},
+            "linear_default is also used by slice_tensor, which is no part of its last axis",
+        ),
+        ({"axis": 3, "start": None}, "the part goes from None to 4, which are not numbers"),
+        ({"axis": 2, "view": (-1, 4, 6)}, "does not keep the token axes of (1, "),
+        (
+            {"axis": 3, "joined": True},
+            "cat_default joins the parts again: they are one value, rotated in part, say",
+        ),
+    ],
+    ids=["tokens", "start", "view", "joined"],
+)
+def test_refuses_parts_of_a_view(given: dict[str, Any], reason: str) -> None:
+    _, _, report = viewed(**{"start": 0, "end": 4, **given})
+    assert report.matched == 0
+    assert reason in report.rejected[0].reason
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_view_that_is_also_read_whole_is_left(turned: bool) -> None:
+    _, _, report = viewed(3, 0, 4, turned, whole=True)
+    assert report.matched == 0
+
+
+@pytest.mark.parametrize("name", ["fused", "gpt_neox"])
+def test_idempotent(name: str) -> None:
+    assert_idempotent("split_linear", name)

@@ -1,0 +1,58 @@
+"""Tiny random models of Hugging Face architectures, unmodified: what differs between them is what is tested."""
+
+from typing import Any
+
+import torch
+from models import with_margin
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+WINDOW = 6
+SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+GPT2_SIZES = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64}
+
+# name -> (model type, configuration beyond SIZES)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", GROUPED),
+    "llama_yarn": (
+        "llama",
+        {
+            **GROUPED,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "mistral": ("mistral", {**GROUPED, "sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2}),
+    "qwen3": ("qwen3", GROUPED),
+    "gemma2": ("gemma2", {**GROUPED, **ALTERNATING, "query_pre_attn_scalar": 16, "final_logit_softcapping": 20.0}),
+    "gemma3": ("gemma3_text", {**GROUPED, **ALTERNATING, "query_pre_attn_scalar": 16}),
+    "phi3": ("phi3", {"num_key_value_heads": 2}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 2}),
+    "granite": (
+        "granite",
+        {
+            "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5, "logits_scaling": 2.0,
+        },
+    ),
+    "gpt2": ("gpt2", GPT2_SIZES),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "cohere2": ("cohere2", {"num_key_value_heads": 2, **ALTERNATING}),
+}  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    """The architecture with weights that keep greedy decoding away from ties."""
+    kind, changes = ARCHITECTURES[name]
+    base = {k: v for k, v in SIZES.items() if kind != "gpt2" or k.endswith("token_id") or k == "vocab_size"}
+    torch.manual_seed(0)
+    return with_margin(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**base, **changes})))
