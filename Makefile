@@ -47,7 +47,7 @@ lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@echo "== mypy"
 	@$(BIN)/mypy
 	@echo "== pyright"
-	@$(BIN)/pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed-demo ## run every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import triton
+import triton.knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -35,7 +35,7 @@ def install() -> None:
     """Put the corrections in place, for the rest of the process."""
     interpreter._get_np_dtype = np_dtype
     interpreter._patch_lang_tensor = patch_tensor
-    builder = interpreter.InterpreterBuilder
+    builder: Any = interpreter.InterpreterBuilder
     builder.create_masked_load = masked_load
     builder.create_masked_store = masked_store
     builder.cast_impl = cast
