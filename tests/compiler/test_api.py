@@ -208,16 +208,12 @@ def test_the_manifest_tells_what_was_compiled() -> None:
     )
 
 
-def test_dumps_go_where_the_option_or_the_environment_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OCTAVO_DUMP", str(tmp_path / "environment"))
+def test_dumps_go_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DUMP", str(tmp_path / "dump"))
     with no_compiler():
         octavo.compile(tiny("llama"), verify="off")
-        octavo.compile(tiny("llama"), verify="off", dump=tmp_path / "option")
-    for name in ("environment", "option"):
-        assert (tmp_path / name / "00_capture.py").is_file()
-        assert "kernels" in (tmp_path / name / "summary.txt").read_text()
+    assert (tmp_path / "dump/00_capture.py").is_file()
+    assert "kernels" in (tmp_path / "dump/summary.txt").read_text()
 
 
 def test_a_dtype_is_a_copys_and_buffers_keep_theirs() -> None:
