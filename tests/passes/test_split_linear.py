@@ -113,7 +113,8 @@ def viewed(
     [
         (3, 2, 5, False),
         (3, 2, 5, True),
-        (-1, -4, -1, True),
+        (-1, -4, END, True),
+        (-1, 0, -2, False),
         (-1, 3, END, True),
         (2, 1, 3, False),
         (1, 1, 3, True),  # heads, of the transposed view
