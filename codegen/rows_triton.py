@@ -83,7 +83,8 @@ def add(node: fx.Node, target: Target) -> KernelSpec:
 def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
     given = arguments(node)
     hidden, dtype = static_size(node, "x", -1), dtype_of(node, "x")
-    return rms_norm_spec(row_count(node), hidden, dtype, given["eps"], given["offset"], "residual" in given)
+    sizes = (row_count(node), hidden, dtype, given["eps"], given["offset"], "residual" in given)
+    return rms_norm_spec(*sizes, weight_dtype=dtype_of(node, "weight"))
 
 
 def layer_norm(node: fx.Node, target: Target) -> KernelSpec:

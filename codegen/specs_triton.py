@@ -74,8 +74,9 @@ def add_spec(count: Dim, width: int, dtype: str) -> KernelSpec:
 
 
 def rms_norm_spec(
-    count: Dim, hidden: int, dtype: str, eps: float, offset: float, residual: bool
+    count: Dim, hidden: int, dtype: str, eps: float, offset: float, residual: bool, weight_dtype: str = ""
 ) -> KernelSpec:
+    """weight_dtype: where it is not dtype; Gemma's 1 + weight is kept in fp32, say."""
     block = power_of_2(hidden)
     inputs = ("x", "residual", "weight") if residual else ("x", "weight")
     outputs = ("out_0", "out_1") if residual else ("out",)
@@ -87,7 +88,10 @@ def rms_norm_spec(
             ("dtype", dtype), ("residual", residual), ("EPS", eps), ("OFFSET", offset), ("HIDDEN", hidden),
             ("BLOCK", block),
         ),
-        args=tuple(pointer(name, dtype) for name in inputs + outputs),
+        args=tuple(
+            pointer(name, weight_dtype if name == "weight" and weight_dtype else dtype)
+            for name in inputs + outputs
+        ),
         grid=(str(count), "1", "1"),
         bytes=f"({count}) * {(4 if residual else 2) * hidden * item} + {hidden * item}",
         flops=f"({count}) * {(5 if residual else 4) * hidden}",

@@ -12,6 +12,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
+from octavo.passes.lower_elementwise import BINARY, UNARY
 from octavo.passes.pattern import Match, Var, arguments, call
 from octavo.passes.rewrite import Builder, fake_mode, replace
 from octavo.passes.rule import PassReport, Rule, apply_rule
@@ -142,4 +143,37 @@ def _gather(graph_module: GraphModule, logit_rows: Node, report: PassReport) -> 
     with graph_module.graph.inserting_before(output):
         gathered = Builder(graph_module, logits).call(octavo.gather_logits.default, logits, logit_rows)
     output.replace_input_with(logits, gathered)
-    apply_rule(SINK_GATHER, graph_module, gathered, report)
+    apply_rule(SINK_GATHER, graph_module, _below_arithmetic(graph_module, gathered, report), report)
+
+
+def _below_arithmetic(graph_module: GraphModule, gathered: Node, report: PassReport) -> Node:
+    """Move the gather in front of what is done to each logit (soft-caps, multipliers); returns it there."""
+    chain: list[Node] = []
+    value, rows = arguments(gathered)
+    while _is_arithmetic(value):
+        chain.insert(0, value)
+        value = value.args[0]
+    if not chain:
+        return gathered
+    made: list[Node] = []
+
+    def build(b: Builder) -> list[Node]:
+        made.append(b.call(octavo.gather_logits.default, value, rows))
+        result = made[0]
+        for node in chain:
+            assert callable(node.target)
+            result = b.call(node.target, result, *node.args[1:], **node.kwargs)
+        return [result]
+
+    constants = [n for node in chain for n in node.all_input_nodes[1:]]
+    report.sites.append(replace(graph_module, [gathered], build, [value, rows, *constants]))
+    return made[0]
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """One tensor of logits in, a tensor of that shape out; other operands are numbers or single constants."""
+    if node.target not in (*BINARY, *UNARY) or node.args[0] not in node.all_input_nodes:
+        return False
+    rest = [n for n in node.all_input_nodes if n is not node.args[0]]
+    same = node.args[0].meta["val"].shape == node.meta["val"].shape  # type: ignore[union-attr]
+    return same and all(n.op == "get_attr" and n.meta["val"].numel() == 1 for n in rest)

@@ -79,3 +79,11 @@ def test_does_nothing_without_attention() -> None:
     graph_module, _ = after("insert_paged_kv")
     report = run_pass(lambda g: insert_paged_kv(g, 4), graph_module)
     assert report.changed is False
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rows_are_gathered_before_what_is_done_to_each_logit(dtype: torch.dtype) -> None:
+    graph_module, _ = after("insert_paged_kv", "gemma2", dtype)  # soft-capped logits
+    (gather,) = calls(graph_module, octavo.gather_logits.default)
+    assert [user.target for user in gather.users] == [octavo.linear.default]
+    assert_same_numbers(graph_module, "gemma2", dtype)

@@ -69,6 +69,14 @@ def test_rms_norm(
     assert_rounds_to(out, rms_norm(x.double(), weight.double(), 1e-3, offset))
 
 
+def test_rms_norm_with_weights_kept_in_fp32(launch: Launch, assert_rounds_to: Check) -> None:
+    x, weight = normal(3, 64, dtype="bf16"), normal(64, dtype="fp32")
+    out = torch.full_like(x, float("nan"))
+    spec = rms_norm_spec("T", 64, "bf16", 1e-3, 0.0, residual=False, weight_dtype="fp32")
+    launch(spec, {"x": x, "weight": weight, "out": out}, {"T": 3})
+    assert_rounds_to(out, rms_norm(x.double(), weight.double(), 1e-3, 0.0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_normalises_the_rounded_sum(launch: Launch, assert_rounds_to: Check, dtype: str) -> None:
     x, residual, weight = normal(3, 576, dtype=dtype), normal(3, 576, dtype=dtype), normal(576, dtype=dtype)
