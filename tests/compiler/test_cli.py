@@ -1,6 +1,8 @@
 """The command line: results on standard output only, exit codes, clean ends, light starts."""
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,7 +34,11 @@ Run = Callable[..., Result]
 def octavo_process(*arguments: object, **changes: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
     command = [sys.executable, "-m", "octavo.compiler.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, **changes)
+    # A background job hands on an ignored SIGINT, with which nothing could be interrupted.
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, preexec_fn=listening, **changes
+    )
 
 
 def test_help_teaches(run: Run) -> None:
