@@ -66,9 +66,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(split_linear, "canonical"),
     Step(fold_constants, "canonical"),  # parts of weights are weights
     Step(eliminate_dead_code, "canonical"),
-    Step(
-        fuse_layer_norm, "canonical"
-    ),  # before rms_norm: a layer norm holds the rms norm of the centred values
+    Step(fuse_layer_norm, "canonical"),  # before rms_norm, which would take its second half
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
