@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from octavo.compiler.program import STEP_INPUTS
+
 PROVENANCE = ("nn_module_stack", "stack_trace")
 
 
@@ -242,9 +244,4 @@ def signature(examples: Sequence[Any]) -> str:
 
 
 # Placeholders whose values must agree with each other, so their role is part of a site's structure.
-STEP_NAMES = frozenset(
-    (
-        "input_ids", "position_ids", "positions", "slot_mapping", "page_table", "seq_lens", "cu_seqlens_q",
-        "logit_rows",
-    )
-)  # fmt: skip
+STEP_NAMES = frozenset((*STEP_INPUTS, "position_ids"))
