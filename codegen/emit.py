@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
-from octavo.codegen.row import arguments, result_dtype, where
+from octavo.codegen.row import arguments, result_dtype
 from octavo.compiler.dims import CACHE_NAME, ITEM_BYTES, dim_names, dtype_name, is_view, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.origin import where
 from octavo.compiler.program import STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
 from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
 

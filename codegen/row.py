@@ -11,6 +11,7 @@ from torch import fx
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.dims import dim_names, dtype_name, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.origin import where
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
 
@@ -99,16 +100,3 @@ def row_count(node: fx.Node) -> Dim:
 def token_count(node: fx.Node) -> Dim:
     """Axis 1 of the (first) result: "T", or "L" once gather_logits picked rows."""
     return to_dim(first_result(node).shape[1], dim_names(node.graph))
-
-
-def where(node: fx.Node) -> str:
-    """Node, module path and user source line for messages, as far as they are known."""
-    parts = [f"node {node.name}"]
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        parts.append(str(list(stack.values())[-1][0]))
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [line.strip() for line in lines if line.strip().startswith("File ")]
-    if files:
-        parts.append(files[-1])
-    return ", ".join(parts)

@@ -7,8 +7,9 @@ from torch import fx
 
 from octavo.codegen import rows_cpp, rows_triton
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.row import Row, op_name, where
+from octavo.codegen.row import Row, op_name
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.origin import where
 from octavo.compiler.target import Family, Target
 
 TABLE: dict[Family, tuple[Row, ...]] = {"cpp": rows_cpp.ROWS, "triton": rows_triton.ROWS}

@@ -4,7 +4,6 @@ The text is parsed, never executed, when it is loaded.
 """
 
 import ast
-import itertools
 import operator
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import octavo.compiler.ops  # noqa: F401  (registers the ops that the text names)
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.origin import module_path, source_code, source_line
 from octavo.passes.rewrite import held, hold, set_meta
 
 SHORT = {
@@ -106,15 +106,8 @@ def _type(value: Any, names: _Symbols) -> str:
 
 
 def _origin(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    trace = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    source = ""
-    for place, code in itertools.pairwise(trace):
-        if place.startswith("File ") and "/torch/nn/" not in place:
-            file, line = place.split(",")[:2]
-            source = f"{file.split('/')[-1].strip(chr(34))}:{line.strip().removeprefix('line ')}  {code}"
-    return " | ".join(part for part in (path, source) if part)
+    line = "  ".join(part for part in (source_line(node), source_code(node)) if part)
+    return " | ".join(part for part in (module_path(node), line) if part)
 
 
 def _call(node: Node) -> str:

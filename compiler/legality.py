@@ -6,6 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.origin import where
 
 Stage = Literal["captured", "canonical", "fused", "paged", "lowered"]
 
@@ -14,6 +15,7 @@ KERNELS = frozenset(
     for name in (
         "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write",
         "paged_attention", "act_mul", "gather_logits", "add", "layer_norm", "pointwise",
+        "router", "moe",
     )
 )  # fmt: skip
 VIEWS = frozenset(("aten::reshape", "getitem"))
@@ -71,18 +73,17 @@ def _check_call(
     name = op(node)
     if stage == "lowered" and name == "aten::reshape" and _leading(node) != _leading(node.all_input_nodes[0]):
         raise IllegalGraphError(
-            f"{after}: {name} joins or splits the token axis (node {node.name}{_origin(node)}); tokens of different "
+            f"{after}: {name} joins or splits the token axis ({where(node)}); tokens of different "
             "sequences lie next to each other in a step, so no value may mix them"
         )
     if (name in illegal and (name not in ATTENTION or is_attention(node))) or (
         legal is not None and name not in legal
     ):
         raise IllegalGraphError(
-            f"{after}: {name} is not legal in a {stage} graph (node {node.name}{_origin(node)}); "
-            + _advice(stage, name, legal)
+            f"{after}: {name} is not legal in a {stage} graph ({where(node)}); " + _advice(stage, name, legal)
         )
     if "val" not in node.meta:
-        raise IllegalGraphError(f"{after}: node {node.name} has no inferred shape")
+        raise IllegalGraphError(f"{after}: {where(node)} has no inferred shape")
 
 
 def _is_size(node: Node) -> bool:
@@ -92,13 +93,6 @@ def _is_size(node: Node) -> bool:
 def _leading(node: Node) -> str:
     """The first axis that is not of size one: that of the tokens."""
     return next((str(d) for d in node.meta["val"].shape if not (isinstance(d, int) and d == 1)), "1")
-
-
-def _origin(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if "File " in line]
-    path = list(stack.values())[-1][0] if stack else ""
-    return "".join(f", {part}" for part in (path, lines[-1] if lines else "") if part)
 
 
 def _advice(stage: Stage, name: str, legal: frozenset[str] | None) -> str:

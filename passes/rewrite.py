@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from octavo.compiler.origin import where
 from octavo.compiler.program import STEP_INPUTS
 
 PROVENANCE = ("nn_module_stack", "stack_trace")
@@ -73,19 +74,6 @@ def fake_mode(graph_module: GraphModule) -> FakeTensorMode:
     mode = detect_fake_mode(next(n.meta["val"] for n in graph_module.graph.nodes if n.op == "placeholder"))
     assert mode is not None, "the graph has no fake tensors in meta['val']"
     return mode
-
-
-def where(node: Node) -> str:
-    """Module path and the user's source line of a node, as errors and reports print them."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    places = [line for line in lines if line.startswith("File ") and "/torch/nn/" not in line]
-    source = ""
-    if places:
-        file, line = places[-1].split(",")[:2]
-        source = file.split("/")[-1].strip('" ') + ":" + line.strip().removeprefix("line ")
-    return ", ".join(part for part in (f"node {node.name}", path, source) if part)
 
 
 def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule, Node
 
+from octavo.compiler.origin import where
 from octavo.passes.pattern import Match, Trace, matches, root_targets, size
-from octavo.passes.rewrite import Builder, Site, replace, where
+from octavo.passes.rewrite import Builder, Site, replace
 
 Exactness = Literal["bitwise", "reassociates", "quantizes"]
 

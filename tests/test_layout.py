@@ -38,6 +38,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.ops": 2,
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,
+    "octavo.compiler.origin": 2,
     "octavo.compiler.weights": 2,
     "octavo.compiler.checked_files": 2,
     "octavo.compiler.artifact": 2,

@@ -6,10 +6,11 @@ from lowered import LoweredGraph
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.row import Row, arguments, op_name, where
+from octavo.codegen.row import Row, arguments, op_name
 from octavo.codegen.select import TABLE, select
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.ops import OPS
+from octavo.compiler.origin import where
 from octavo.compiler.target import load_target
 
 CPU = load_target("cpu")
@@ -53,7 +54,7 @@ def test_no_row_names_node_module_and_reasons(node: fx.Node) -> None:
         select(node, CPU, {"cpp": (row("wide", "hidden is 32"), row("tall", "hidden is not 7"))})
     assert str(error.value) == (
         f"select: no cpu kernel for rms_norm (node {node.name}, model.layers.0.norm, "
-        'File "modeling.py", line 212, in forward): wide: hidden is 32; tall: hidden is not 7'
+        "modeling.py:212): wide: hidden is 32; tall: hidden is not 7"
     )
     with pytest.raises(CodegenError, match="no row of the cpp table has that op"):
         select(node, CPU, {})

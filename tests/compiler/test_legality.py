@@ -67,7 +67,7 @@ def test_error_names_op_stage_node_module_line_and_what_exists() -> None:
         check(graph_of(aten.neg.default), "lowered", "some_pass")
     assert str(raised.value).startswith(
         "some_pass: aten::neg is not legal in a lowered graph (node neg_default, layers.1.mlp, "
-        'File "/home/me/model.py", line 9, in forward); kernels exist for act_mul, add, '
+        "model.py:9); kernels exist for act_mul, add, "
     )
 
 
@@ -80,7 +80,9 @@ def test_a_call_without_shape_is_illegal() -> None:
     graph_module = graph_of(aten.neg.default)
     for node in graph_module.graph.nodes:
         node.meta.pop("val", None)
-    with pytest.raises(IllegalGraphError, match="node neg_default has no inferred shape"):
+    with pytest.raises(
+        IllegalGraphError, match=r"node neg_default, layers.1.mlp, model.py:9 has no inferred shape"
+    ):
         check(graph_module, "captured", "x")
 
 

@@ -9,6 +9,7 @@ from lowered import LoweredGraph
 from stages import BF16, FP32, calls, count
 from torch import fx
 
+from octavo.compiler.origin import where
 from octavo.passes.pattern import aten
 from octavo.passes.rewrite import (
     Builder,
@@ -23,7 +24,6 @@ from octavo.passes.rewrite import (
     set_meta,
     signature,
     structure,
-    where,
 )
 
 octavo = torch.ops.octavo
