@@ -3,6 +3,7 @@
 from octavo.compiler.ops.attention import ATTENTION
 from octavo.compiler.ops.linear import LINEAR
 from octavo.compiler.ops.mlp import ACT_MUL, GATED_MLP
+from octavo.compiler.ops.moe import MOE, ROUTER
 from octavo.compiler.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from octavo.compiler.ops.op import Op, register
 from octavo.compiler.ops.paging import KV_WRITE, PAGED_ATTENTION, ROPE_KV_WRITE
@@ -13,7 +14,7 @@ from octavo.compiler.ops.rows import ADD, EMBEDDING, GATHER_LOGITS
 OPS: tuple[Op, ...] = (
     EMBEDDING, RMS_NORM, ADD_RMS_NORM, LINEAR, ROPE, ATTENTION, KV_WRITE, PAGED_ATTENTION, ROPE_KV_WRITE,
     ACT_MUL, GATED_MLP, GATHER_LOGITS, ADD,
-    LAYER_NORM, POINTWISE,
+    LAYER_NORM, POINTWISE, ROUTER, MOE,
 )  # fmt: skip
 
 for _op in OPS:
