@@ -235,12 +235,15 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
         raise Refused(
             f"{heads} query heads do not divide over {kv_heads} key and {core.v.shape[1]} value heads"
         )
+    queries, keys = core.q.shape[2], core.k.shape[2]
+    if str(queries) != str(keys):  # as text: comparing symbols would tie the graph to the sizes seen first
+        raise Refused(f"{queries} queries look at {keys} keys: not those of one sequence and no more")
     if not core.masks:
         return
-    length = min(max_model_len, LARGEST_PROBE)
+    length = keys if isinstance(keys, int) else min(max_model_len, LARGEST_PROBE)
     allowed = torch.ones(length, length, dtype=torch.bool)
     for node, kind in core.masks:
-        allowed &= _allowed(_evaluate(graph_module, node, length), kind, node)
+        allowed &= _allowed(_evaluate(graph_module, node, length, str(keys)), kind, node)
     positions = torch.arange(length)
     window = int(allowed[-1].sum())
     for causal, size in ((True, 0), (True, window), (False, 0)):
@@ -254,15 +257,17 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
     )
 
 
-def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tensor:
-    """The mask for one sequence. It may depend on length, positions and constants, never on tokens."""
-    if _reads_tokens(node):
+def _evaluate(graph_module: GraphModule, node: Node, length: int, symbol: str) -> torch.Tensor:
+    """The mask for one sequence. It may depend on length (`symbol`), positions and constants, never on tokens."""
+    if _reads_tokens(node, symbol):
         raise Refused(f"the mask {node.name} depends on tokens, not on positions alone")
     leaves = collect([node], [])[0]
-    values: list[torch.Tensor] = []
+    values: list[Any] = []
     for leaf in leaves:
         if leaf.op == "get_attr":
             values.append(held(graph_module, str(leaf.target)))
+        elif isinstance(leaf.meta["val"], torch.SymInt):
+            values.append(length)
         else:
             values.append(
                 torch.arange(length)[None] if leaf.name == "position_ids" else torch.zeros(1, length).long()
@@ -272,12 +277,13 @@ def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tenso
     return mask  # type: ignore[no-any-return]
 
 
-def _reads_tokens(node: Node) -> bool:
-    """Whether a value comes from input_ids by more than shapes."""
+def _reads_tokens(node: Node, symbol: str) -> bool:
+    """Whether a value comes from input_ids by more than shapes, or from another size than `symbol`."""
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
-        if node.op == "placeholder" and node.name != "position_ids":
+        is_length = str(node.meta.get("val")) == symbol
+        if node.op == "placeholder" and node.name != "position_ids" and not is_length:
             return True
         inputs = [] if node.target in SHAPES_ONLY else node.all_input_nodes
         pending += [n for n in inputs if n not in seen]

@@ -71,7 +71,8 @@ def set_meta(node: Node, mode: FakeTensorMode, origin: Node | None = None) -> No
 
 
 def fake_mode(graph_module: GraphModule) -> FakeTensorMode:
-    mode = detect_fake_mode(next(n.meta["val"] for n in graph_module.graph.nodes if n.op == "placeholder"))
+    values = [n.meta["val"] for n in graph_module.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(next(v for v in values if isinstance(v, torch.Tensor)))
     assert mode is not None, "the graph has no fake tensors in meta['val']"
     return mode
 
