@@ -243,7 +243,7 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
     length = keys if isinstance(keys, int) else min(max_model_len, LARGEST_PROBE)
     allowed = torch.ones(length, length, dtype=torch.bool)
     for node, kind in core.masks:
-        allowed &= _allowed(_evaluate(graph_module, node, length, str(keys)), kind, node)
+        allowed &= _allowed(_evaluate(graph_module, node, length), kind, node)
     positions = torch.arange(length)
     window = int(allowed[-1].sum())
     for causal, size in ((True, 0), (True, window), (False, 0)):
@@ -257,17 +257,15 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
     )
 
 
-def _evaluate(graph_module: GraphModule, node: Node, length: int, symbol: str) -> torch.Tensor:
-    """The mask for one sequence. It may depend on length (`symbol`), positions and constants, never on tokens."""
-    if _reads_tokens(node, symbol):
+def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tensor:
+    """The mask for one sequence. It may depend on length, positions and constants, never on tokens."""
+    if _reads_tokens(node):
         raise Refused(f"the mask {node.name} depends on tokens, not on positions alone")
     leaves = collect([node], [])[0]
-    values: list[Any] = []
+    values: list[torch.Tensor] = []
     for leaf in leaves:
         if leaf.op == "get_attr":
             values.append(held(graph_module, str(leaf.target)))
-        elif isinstance(leaf.meta["val"], torch.SymInt):
-            values.append(length)
         else:
             values.append(
                 torch.arange(length)[None] if leaf.name == "position_ids" else torch.zeros(1, length).long()
@@ -277,13 +275,12 @@ def _evaluate(graph_module: GraphModule, node: Node, length: int, symbol: str) -
     return mask  # type: ignore[no-any-return]
 
 
-def _reads_tokens(node: Node, symbol: str) -> bool:
-    """Whether a value comes from input_ids by more than shapes, or from another size than `symbol`."""
+def _reads_tokens(node: Node) -> bool:
+    """Whether a value comes from input_ids by more than shapes."""
     pending, seen = [node], {node}
     while pending:
         node = pending.pop()
-        is_length = str(node.meta.get("val")) == symbol
-        if node.op == "placeholder" and node.name != "position_ids" and not is_length:
+        if node.op == "placeholder" and node.name != "position_ids":
             return True
         inputs = [] if node.target in SHAPES_ONLY else node.all_input_nodes
         pending += [n for n in inputs if n not in seen]
