@@ -1,13 +1,14 @@
 """Evaluate what depends on weights alone, and keep the result as a weight."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from octavo.passes.pattern import is_constant
-from octavo.passes.rewrite import held, new_weight
+from octavo.passes.rewrite import Recipe, collect, extract, held, new_weight
 from octavo.passes.rule import PassReport
 
 
@@ -41,7 +42,15 @@ def _has_only(values: dict[Node, Any], node: Node) -> bool:
 
 
 def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Tensor) -> None:
-    node.replace_all_uses_with(new_weight(graph_module, constant_name(node), value))
+    leaves, _ = collect([node], [])
+    alone = extract([node], leaves)
+
+    def make(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        (result,) = Interpreter(alone).run(*sources)
+        return result.contiguous()  # type: ignore[no-any-return]
+
+    recipe = Recipe(tuple(str(leaf.target) for leaf in leaves), make)
+    node.replace_all_uses_with(new_weight(graph_module, constant_name(node), value, recipe))
 
 
 def constant_name(node: Node) -> str:

@@ -7,13 +7,13 @@ longest position).
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from octavo.passes.pattern import arguments, aten, is_constant
-from octavo.passes.rewrite import Builder, collect, extract, held, new_weight, replace
+from octavo.passes.rewrite import Builder, Recipe, collect, extract, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -32,7 +32,7 @@ def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassR
         if table is None:
             report.reject(node, "a row depends on more than its own position")
             continue
-        _look_up(graph_module, node, positions, table, report)
+        _look_up(graph_module, node, positions, *table, report)
     return report
 
 
@@ -89,31 +89,34 @@ def _width(node: Node) -> int | None:
     return shape[-1] if len(rest) == 1 and not isinstance(rest[0], int) else None
 
 
-def _table(graph_module: GraphModule, node: Node, positions: Node, max_model_len: int) -> torch.Tensor | None:
-    """Rows 0..max_model_len-1, or None where evaluating positions one by one gives other rows."""
+def _table(
+    graph_module: GraphModule, node: Node, positions: Node, max_model_len: int
+) -> tuple[torch.Tensor, Recipe] | None:
+    """Rows 0..max_model_len-1 and how to make them, or None where single positions give other rows."""
     width = _width(node)
     if width is None:
         return None
     leaves = [positions, *(leaf for leaf in collect([node], [positions])[0] if leaf is not positions)]
-    weights = [held(graph_module, str(leaf.target)) for leaf in leaves[1:]]
+    names = tuple(str(leaf.target) for leaf in leaves[1:])
+    weights = [held(graph_module, name) for name in names]
     sub_graph = extract([node], leaves)
 
-    def evaluate(values: torch.Tensor) -> torch.Tensor:
+    def rows(weights: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         (result,) = Interpreter(sub_graph).run(values[None], *weights)
         return result.reshape(len(values), width)  # type: ignore[no-any-return]
 
-    table = evaluate(torch.arange(max_model_len))
+    recipe = Recipe(names, lambda sources: rows(sources, torch.arange(max_model_len)).contiguous())
+    table = recipe.make(weights)
     probe = torch.tensor([max_model_len - 1, 0, max_model_len // 2, 1])[: max(1, min(4, max_model_len))]
-    alone = torch.cat([evaluate(p[None]) for p in probe])
-    return (
-        table.contiguous() if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None
-    )
+    alone = torch.cat([rows(weights, p[None]) for p in probe])
+    return (table, recipe) if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None
 
 
 def _look_up(
-    graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, report: PassReport
-) -> None:
-    weight = new_weight(graph_module, f"positions.{node.name}", table)
+    graph_module: GraphModule, node: Node, positions: Node, table: torch.Tensor, recipe: Recipe,
+    report: PassReport,
+) -> None:  # fmt: skip
+    weight = new_weight(graph_module, f"positions.{node.name}", table, recipe)
     sizes = [d if isinstance(d, int) else -1 for d in node.meta["val"].shape]
 
     def build(b: Builder) -> list[Node]:

@@ -96,9 +96,24 @@ def held(root: nn.Module, name: str) -> torch.Tensor:
     return value
 
 
-def new_weight(graph_module: GraphModule, name: str, tensor: torch.Tensor) -> Node:
+@dataclass(frozen=True)
+class Recipe:
+    """How a pass made a weight out of others (by name): equal layers have theirs made in the same way."""
+
+    sources: tuple[str, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+def recipes(graph_module: GraphModule) -> dict[str, Recipe]:
+    """The recipe of every weight that passes made."""
+    known: dict[str, Recipe] = graph_module.meta.setdefault("recipes", {})
+    return known
+
+
+def new_weight(graph_module: GraphModule, name: str, tensor: torch.Tensor, recipe: Recipe) -> Node:
     """A get_attr node at the top of the graph for a tensor that a pass made."""
     hold(graph_module, name, tensor)
+    recipes(graph_module)[name] = recipe
     with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
         node = graph_module.graph.get_attr(name)
     node.meta["val"] = fake_mode(graph_module).from_tensor(tensor, static_shapes=True)

@@ -13,6 +13,7 @@ from octavo.compiler.origin import where
 from octavo.passes.pattern import aten
 from octavo.passes.rewrite import (
     Builder,
+    Recipe,
     Site,
     collect,
     extract,
@@ -20,6 +21,7 @@ from octavo.passes.rewrite import (
     held,
     hold,
     new_weight,
+    recipes,
     replace,
     set_meta,
     signature,
@@ -204,7 +206,9 @@ def test_weights_by_dotted_names() -> None:
 def test_new_weight_has_its_shape_and_comes_first() -> None:
     g = LoweredGraph()
     graph_module = g.finish(g.tokens("x", (4,), FP32))
-    node = new_weight(graph_module, "tables.cos", torch.zeros(3, 4))
+    recipe = Recipe(("angles",), lambda sources: sources[0].cos())
+    node = new_weight(graph_module, "tables.cos", torch.zeros(3, 4), recipe)
+    assert recipes(graph_module) == {"tables.cos": recipe}
     assert next(iter(graph_module.graph.nodes)) is node
     assert (tuple(node.meta["val"].shape), node.target) == ((3, 4), "tables.cos")
     assert fake_mode(graph_module) is g.mode
