@@ -198,6 +198,7 @@ def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
     copies: dict[Node, Node] = {}
     names: dict[Identity, str] = {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    parameters: set[str] = set()
     for node in program.graph.nodes:
         if node.op == "placeholder" and specs[node.name].kind is InputKind.USER_INPUT:
             copies[node] = graph.placeholder(node.name)
@@ -205,6 +206,8 @@ def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
         elif node.op == "placeholder":
             target = str(specs[node.name].target)
             copies[node] = _weight(root, graph, program, target, node, names)
+            if specs[node.name].kind is InputKind.PARAMETER:
+                parameters.add(str(copies[node].target))
         elif node.op == "output":
             graph.output((copies[node.args[0][0]],))
         else:
@@ -212,6 +215,7 @@ def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
     for node in graph.nodes:
         _strip_wrapper(node)
     graph_module = GraphModule(root, graph)
+    graph_module.meta["parameters"] = frozenset(parameters)
     graph_module.graph.lint()
     return graph_module
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from octavo.compiler.capture import Captured
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, PassError
+from octavo.compiler.layer_folding import fold, unfold
 from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.verify import Evidence, prove_report
@@ -104,12 +105,33 @@ def lower(
 ) -> Lowered:  # fmt: skip
     """Run the passes; after each, the graph is canonical again, checked against its stage, proven and dumped.
 
+    Of many equal layers the passes see a few (layer_folding), unless the graphs are dumped: those are whole.
     Raises PassError for a rewrite that is not proven or an attention that was missed, IllegalGraphError for
     what no pass replaced. Both name the pass, the node and the user's source line.
     """
-    graph_module = captured.graph_module
-    result = Lowered(graph_module)
-    expected = expected_attentions(captured)
+    all_attentions = expected_attentions(captured)
+    folded = None if dumps is not None and dumps.directory is not None else fold(captured.graph_module)
+    if folded is None:
+        return _lower(captured.graph_module, all_attentions, options, settings, pipeline, progress, dumps)
+    kept = attentions(folded.graph_module)
+    result = _lower(folded.graph_module, kept, options, settings, pipeline, progress, dumps)
+    start = time.perf_counter()
+    result.graph_module = unfold(folded)
+    unfolding = PassReport("unfold_layers", nodes_before=len(folded.graph_module.graph.nodes))
+    unfolding.nodes_after = len(result.graph_module.graph.nodes)
+    unfolding.ms = (time.perf_counter() - start) * 1e3
+    unfolding.notes["attentions"] = f"{len(all_attentions)}, of which the passes saw {len(kept)}"
+    result.reports.append(unfolding)
+    check(result.graph_module, pipeline[-1].stage, after=unfolding.name)
+    result.num_layers = len(all_attentions)
+    return result
+
+
+def _lower(
+    graph_module: GraphModule, expected: list[str], options: CompileOptions, settings: Settings,
+    pipeline: Sequence[Step], progress: Progress | None, dumps: DumpWriter | None,
+) -> Lowered:  # fmt: skip
+    result = Lowered(graph_module, num_layers=len(expected))
     proven: dict[str, Evidence] = {}
     for index, step in enumerate(pipeline):
         if progress is not None:
@@ -123,7 +145,6 @@ def lower(
         result.reports.append(report)
         if dumps is not None:
             dumps.write(index + 1, report, graph_module, step.stage)
-    result.num_layers = len(expected)
     return result
 
 
@@ -186,10 +207,13 @@ def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport])
         raise IllegalGraphError("; ".join([str(error), *refused[:4]])) from None
 
 
+def attentions(graph_module: GraphModule) -> list[str]:
+    return [n.name for n in graph_module.graph.nodes if n.op == "call_function" and is_attention(n)]
+
+
 def expected_attentions(captured: Captured) -> list[str]:
     """Names of the nodes that are attention in the captured graph: what must be paged in the end."""
-    nodes = captured.graph_module.graph.nodes
-    found = [n.name for n in nodes if n.op == "call_function" and is_attention(n)]
+    found = attentions(captured.graph_module)
     layers = captured.model_info["num_layers"]
     if not found:
         raise PassError(
