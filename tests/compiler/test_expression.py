@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.compiler.errors import ArtifactError
-from octavo.compiler.expression import MAX_LENGTH, evaluate, holds, validate, validate_condition
+from octavo.compiler.expression import MAX_LENGTH, at_most, evaluate, holds, validate, validate_condition
 
 DIMS = {"T": 7, "R": 3, "num_pages": 100}
 
@@ -112,6 +112,12 @@ def test_refuses_other_conditions(condition: str) -> None:
         holds(condition, DIMS)
     with pytest.raises(ArtifactError, match=r"expression .*: expected"):
         validate_condition(condition, DIMS)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 128])
+def test_at_most_is_the_lesser_of_both(limit: int) -> None:
+    text = at_most("T * 2", limit)
+    assert [evaluate(text, {"T": t}) for t in range(400)] == [min(2 * t, limit) for t in range(400)]
 
 
 def test_conditions_check_names() -> None:

@@ -1,0 +1,98 @@
+"""Selection rows of the cpp family for mixtures of experts; rows_cpp has all others."""
+
+from torch import fx
+
+from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.moe import Mixture, Router, moe_refusal, read_mixture, read_router, router_refusal
+from octavo.codegen.row import Row, static_size
+from octavo.codegen.rows_cpp import MAX_CHUNK, floats
+from octavo.compiler.program import Dim
+from octavo.compiler.target import Target
+
+# A token's scores lie on the stack of its thread.
+MAX_EXPERTS = 4096
+
+
+def router_spec(router: Router) -> KernelSpec:
+    bias = (_pointer("bias", router.bias_dtype),) if router.bias_dtype else ()
+    return KernelSpec(
+        op="router",
+        template="cpp/router.cpp.jinja",
+        params=(
+            ("dtype", router.dtype), ("bias", router.bias_dtype), ("scoring", router.scoring),
+            ("renormalize", router.renormalize), ("group_score", router.group_score), ("EXPERTS", router.experts),
+            ("TOP_K", router.top_k), ("GROUPS", router.groups), ("TOP_GROUPS", router.top_groups),
+            ("SCALING", router.scaling),
+        ),
+        args=(
+            _pointer("logits", router.dtype), *bias, _pointer("out_0", "fp32"), _pointer("out_1", "i64"),
+            _rows(router.count),
+        ),
+        bytes=router.bytes,
+        flops=router.flops,
+        label=f"{router.dtype}_e{router.experts}_k{router.top_k}",
+    )  # fmt: skip
+
+
+def moe_spec(mixture: Mixture) -> KernelSpec:
+    dtype, biases = mixture.dtype, {}
+    for name in ("gate_up_bias", "down_bias"):
+        bias = getattr(mixture, name)
+        biases[name] = (_pointer(name, bias),) if bias else ()
+    return KernelSpec(
+        op="moe",
+        template="cpp/moe.cpp.jinja",
+        params=(
+            ("dtype", dtype), ("activation", mixture.activation), ("gate_up_bias", mixture.gate_up_bias),
+            ("down_bias", mixture.down_bias), ("LIMIT", mixture.limit), ("ALPHA", mixture.alpha),
+            ("EXPERTS", mixture.experts), ("TOP_K", mixture.top_k), ("HIDDEN", mixture.hidden),
+            ("INTERMEDIATE", mixture.intermediate), ("OUT", mixture.out),
+            ("GATE_UP_CHUNK", chunk(mixture.hidden)), ("DOWN_CHUNK", chunk(mixture.intermediate)),
+        ),
+        args=(
+            _pointer("x", dtype), _pointer("experts", "i64"), _pointer("weights", "fp32"),
+            _pointer("gate_up", dtype), *biases["gate_up_bias"], _pointer("down", dtype), *biases["down_bias"],
+            _pointer("order", "i32"), _pointer("hidden", dtype), _pointer("parts", "fp32"),
+            _pointer("out", dtype), _rows(mixture.count),
+        ),
+        bytes=mixture.bytes,
+        flops=mixture.flops,
+        label=mixture.label,
+        scratch=(
+            ("order", "i32", (mixture.count, mixture.top_k)),
+            ("hidden", dtype, (mixture.count, mixture.top_k, mixture.intermediate)),
+            ("parts", "fp32", (mixture.count, mixture.top_k, mixture.out)),
+        ),
+    )  # fmt: skip
+
+
+def chunk(length: int) -> int:
+    """Elements that one dot product takes: equal parts of up to MAX_CHUNK, in whole cache lines."""
+    parts = -(-length // MAX_CHUNK)
+    return -(-length // (64 * parts)) * 64
+
+
+def refuse_router(node: fx.Node, target: Target) -> str | None:
+    experts = static_size(node, "logits", -1)
+    if experts > MAX_EXPERTS:
+        return f"at most {MAX_EXPERTS} experts, got {experts}"
+    return router_refusal(node, target) or floats("logits", "bias")(node, target)
+
+
+def refuse_moe(node: fx.Node, target: Target) -> str | None:
+    dtypes = floats("x gate_up down", "gate_up_bias", "down_bias")
+    return moe_refusal(node, target) or dtypes(node, target)
+
+
+ROWS: tuple[Row, ...] = (
+    Row("router", "router", refuse_router, lambda node, target: router_spec(read_router(node))),
+    Row("moe", "moe", refuse_moe, lambda node, target: moe_spec(read_mixture(node))),
+)
+
+
+def _pointer(name: str, dtype: str) -> Arg:
+    return Arg(name, "pointer", dtype)
+
+
+def _rows(count: Dim) -> Arg:
+    return Arg("num_rows", "scalar", "i64", value=count)
