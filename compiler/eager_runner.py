@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.build import LOWERED_GRAPH
-from octavo.compiler.dump import load_graph
+from octavo.compiler.dump_load import load_graph
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import default_num_pages
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch.fx import GraphModule
 
-from octavo.compiler.dump import load_graph, print_graph
+from octavo.compiler.dump import print_graph
+from octavo.compiler.dump_load import load_graph
 from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 

@@ -8,8 +8,8 @@ import torch
 from lowered import LoweredGraph
 from stages import FP32, SETTINGS, captured
 
-from octavo.compiler.dump import load_graph
 from octavo.compiler.dump_files import DumpWriter
+from octavo.compiler.dump_load import load_graph
 from octavo.compiler.errors import PassError
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.pipeline import PIPELINE, dump_directory, lower
