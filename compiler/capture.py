@@ -47,7 +47,7 @@ def capture(model: nn.Module) -> Captured:
         if library is None:
             graph_module = _export(_Wrapped(model, _signature(model)))
             return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
-        with library.attention_as_op(model):
+        with library.layers_as_ops(model):
             graph_module = _export(_Wrapped(model, library.call))
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
 

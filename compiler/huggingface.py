@@ -15,6 +15,7 @@ from transformers.masking_utils import causal_mask_function
 
 import octavo.compiler.ops  # noqa: F401  (registers octavo::attention)
 from octavo.compiler.errors import CaptureError
+from octavo.compiler.huggingface_experts import experts_as_op
 
 INTERFACE = "octavo"
 
@@ -78,6 +79,13 @@ def _attention(
         int(spec.window), float(softcap or 0.0),
     )  # fmt: skip
     return out, None
+
+
+@contextlib.contextmanager
+def layers_as_ops(model: PreTrainedModel) -> Iterator[None]:
+    """While active, attentions of `model` call `octavo::attention`, experts `octavo::moe`. Undone afterwards."""
+    with attention_as_op(model), experts_as_op(model):
+        yield
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.dump_files": 6,
     "octavo.compiler.capture": 6,
     "octavo.compiler.huggingface": 6,
+    "octavo.compiler.huggingface_experts": 6,
     "octavo.compiler.fresh_inputs": 6,
     "octavo.compiler.verify": 6,
     "octavo.compiler.layer_folding": 6,

@@ -32,11 +32,14 @@ def llama(**changes: Any) -> Any:
 def with_margin(model: nn.Module) -> nn.Module:
     """Weights that make every part count, and logits far enough apart for greedy decoding to be stable."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            scale = 1.0 if "embed" in name or "head" in name else 1.5 / parameter.shape[1] ** 0.5
+        if parameter.dim() >= 2:
+            scale = 1.0 if "embed" in name or "head" in name else 1.5 / parameter.shape[-1] ** 0.5
             nn.init.normal_(parameter, std=scale)
         else:
             nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.5)
     return model.eval()
 
 

@@ -49,10 +49,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {"num_key_value_heads": 2, **ALTERNATING}),
 }  # fmt: skip
 
+SPARSE = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FEW, FEW_LOCAL, FEW_ROUTED = {"num_experts": 4}, {"num_local_experts": 4}, {"n_routed_experts": 8}
+GROUPS = {
+    "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+# Mixtures of experts: what differs is how a token finds its experts, and what stands beside them.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {**SPARSE, **FEW_LOCAL}),
+    "qwen3_moe": ("qwen3_moe", {**SPARSE, **FEW, "head_dim": 16, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {**SPARSE, **FEW}),
+    "granitemoe": ("granitemoe", {**SPARSE, **FEW_LOCAL, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "glm4_moe": ("glm4_moe", {**SPARSE, **FEW_ROUTED, **GROUPS, "head_dim": 16, "use_qk_norm": True}),
+    "gpt_oss": ("gpt_oss", {**SPARSE, **FEW_LOCAL, **ALTERNATING, "head_dim": 16, "swiglu_limit": 1.0}),
+}
+ARCHITECTURES_AND_MIXTURES = {**ARCHITECTURES, **MIXTURES}
+
 
 def build(name: str) -> nn.Module:
     """The architecture with weights that keep greedy decoding away from ties."""
-    kind, changes = ARCHITECTURES[name]
+    kind, changes = ARCHITECTURES_AND_MIXTURES[name]
     base = {k: v for k, v in SIZES.items() if kind != "gpt2" or k.endswith("token_id") or k == "vocab_size"}
     torch.manual_seed(0)
     return with_margin(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**base, **changes})))
