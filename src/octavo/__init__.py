@@ -8,6 +8,7 @@ from octavo.compiler.version import VERSION
 if TYPE_CHECKING:
     from octavo.compiler import errors as errors
     from octavo.compiler.api import compile as compile
+    from octavo.compiler.backend_report import backend_report as backend_report
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
     from octavo.compiler.options import CompileOptions as CompileOptions
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # public name -> the module that defines it; `errors` is the module itself
 _HOME = {
     "Compiled": "octavo.compiler.compiled",
+    "backend_report": "octavo.compiler.backend_report",
     "compile": "octavo.compiler.api",
     "load": "octavo.compiler.compiled",
     "CompileOptions": "octavo.compiler.options",
@@ -23,7 +25,9 @@ _HOME = {
     "errors": "octavo.compiler.errors",
 }
 
-__all__ = ["CompileOptions", "Compiled", "SamplingParams", "__version__", "compile", "errors", "load"]
+__all__ = [
+    "CompileOptions", "Compiled", "SamplingParams", "__version__", "backend_report", "compile", "errors", "load",
+]  # fmt: skip
 
 __version__ = VERSION
 
