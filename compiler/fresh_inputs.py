@@ -121,7 +121,7 @@ def _value(
     generator: torch.Generator,
 ) -> Any:
     if not isinstance(example, Tensor):
-        return sizes.tokens
+        return sizes.concrete([example])[0] if isinstance(example, int | torch.SymInt) else sizes.tokens
     if name in step.tensors:
         return step.tensors[name].clone()
     shape = sizes.concrete(example.shape)
