@@ -75,6 +75,19 @@ def every_op() -> list[fx.Node]:
         linear(960, 576),
         linear(49153, 576),
         attention(9, 3, 64, 64),
+        *experts(graph),
+    ]
+
+
+def experts(graph: LoweredGraph) -> list[fx.Node]:
+    """A router and a mixture of experts."""
+    x, logits = graph.tokens("tokens", (64,), BF16), graph.tokens("logits", (8,), FP32)
+    slots, weights = graph.tokens("slots", (2,), torch.int64), graph.tokens("weights", (2,), FP32)
+    gate_up = graph.weight("gate_up_experts", torch.zeros(8, 96, 64, dtype=BF16))
+    down = graph.weight("down_experts", torch.zeros(8, 64, 48, dtype=BF16))
+    return [
+        graph.call("router", logits, None, 2, "softmax", True, 1, 1, "max", 1.0),
+        graph.call("moe", x, slots, weights, gate_up, None, down, None, "silu", 0.0, 0.0),
     ]
 
 

@@ -25,6 +25,7 @@ from octavo.compiler.expression import evaluate, holds
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray[Any, Any]
+SCRATCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
 _original_np_dtype = interpreter._get_np_dtype
 _original_patch_tensor = interpreter._patch_lang_tensor
 # (first byte, last byte + 1) of each tensor of the running launch
@@ -48,7 +49,7 @@ def launch(
 ) -> list[str]:
     """Run every launch of a node whose condition holds, in order; returns their templates.
 
-    tensors  by argument name; scratch is added, as nan
+    tensors  by argument name; scratch is added, as nan, or as numbers of nothing
     dims     the sizes of the step
     folder   where the rendered text may be put
     """
@@ -58,8 +59,8 @@ def launch(
         if not holds(kernel.when, dims):
             continue
         for name, dtype, shape in kernel.scratch:
-            assert dtype == "fp32"
-            held[name] = torch.full([evaluate(size, dims) for size in shape], float("nan"))
+            fill = float("nan") if dtype in ("fp32", "bf16") else -(2**30)
+            held[name] = torch.full([evaluate(size, dims) for size in shape], fill, dtype=SCRATCH[dtype])
         _run(kernel, held, dims, folder)
         ran.append(kernel.template)
     return ran
