@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 
 from octavo.compiler.errors import CaptureError
+from octavo.compiler.token_mixing import require_tokens_apart
 from octavo.passes.rewrite import hold
 
 EXAMPLE_LEN = 7  # odd, not 1 or 2: those sizes are specialised
@@ -138,10 +139,11 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     except Exception as error:
         raise CaptureError(
             f"capture: torch.export failed on {type(wrapped.model).__name__} ({type(error).__name__}: "
-            f"{_first_line(error)}){_model_line(error)}; the model must run on one sequence of any length "
+            f"{_first_line(error)}){_place(error, wrapped.model)}; the model must run on one sequence of any length "
             "without Python control flow that depends on token values"
         ) from error
     graph_module = _with_named_weights(program)
+    require_tokens_apart(graph_module.graph)  # before lengths, which loops over tokens fix too
     graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
     return graph_module
 
@@ -175,16 +177,18 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
 
 
-def _model_line(error: Exception) -> str:
-    """The innermost line of the traceback that is not torch's or ours."""
-    place = ""
+def _place(error: Exception, model: nn.Module) -> str:
+    """The innermost module and line of the traceback that are not torch's or ours."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    path = line = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if "/torch/" not in file and "/octavo/" not in file and not file.startswith("<"):
-            place = f" at {file}:{traceback.tb_lineno}"
+            line = f"{file}:{traceback.tb_lineno}"
+        path = paths.get(id(traceback.tb_frame.f_locals.get("self")), path)
         traceback = traceback.tb_next
-    return place
+    return "".join(f" {word} {part}" for word, part in (("in", path), ("at", line)) if part)
 
 
 # Address, dtype, shape and strides: what makes two tensors the same weight.
