@@ -303,6 +303,8 @@ def gather(call: Call) -> Flow:
 def written(call: Call) -> Flow:
     """slice_scatter, select_scatter: a part of the operand gets new values."""
     flow, source = call.operand(0), call.operand(1)
+    if call.name == "slice_scatter" and _is_whole(call):
+        return Flow(call.depends).at(list(dict.fromkeys((*flow.axes, *source.axes))))
     if call.dims()[0] in (*flow.axes, *(() if call.name == "select_scatter" else source.axes)):
         if source.matters or flow.matters:
             raise Mixes(f"{call.name} over tokens: a loop over tokens with state")
@@ -310,6 +312,11 @@ def written(call: Call) -> Flow:
         dim = call.dims()[0]
         source = source.moved(lambda axis: axis + (axis >= dim))
     return Flow(call.depends).at(list(dict.fromkeys((*flow.axes, *source.axes))))
+
+
+def _is_whole(call: Call) -> bool:
+    old, new = (sizes(n)[call.dims()[0]] for n in call.node.all_input_nodes[:2])
+    return bool(expression(old) == expression(new))
 
 
 def getitem(call: Call) -> Flow:

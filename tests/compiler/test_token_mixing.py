@@ -69,6 +69,18 @@ def loop(b: Block, x: Tensor) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
+def written(b: Block, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :, :4] *= 2.0
+    return y
+
+
+def overwritten(b: Block, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1:] += x[:, :-1]
+    return y
+
+
 def shifted(b: Block, x: Tensor) -> Tensor:
     return torch.cat((x.new_zeros(1, 1, HIDDEN), x[:, :-1]), dim=1)
 
@@ -91,6 +103,7 @@ KINDS: dict[str, tuple[Mixer, str]] = {
     "flip": (lambda b, x: x + x.flip(1), "flip over tokens: tokens read backwards"),
     "pad": (lambda b, x: F.pad(x, (0, 0, 1, -1)), r"padding of the tokens by \(1, -1\)"),
     "shift": (shifted, "slice over tokens 0:-1: a shift or a loop"),
+    "overwritten": (overwritten, "slice over tokens 1:"),
     "loop": (loop, "select of token 0: a loop over tokens with state"),
     "linear attention": (linear_attention, "matmul over tokens without a softmax: linear attention or a recurrence"),
     "decay": (decayed, "einsum over tokens without a softmax"),
@@ -145,6 +158,7 @@ POINTWISE: dict[str, Mixer] = {
     "products": lambda b, x: (x.unflatten(2, (8, 8)) @ b.linear(x).unflatten(2, (8, 8))).flatten(2),
     "einsum": lambda b, x: torch.einsum("btd,de->bte", x, b.linear.weight),
     "positions": lambda b, x: x * torch.arange(x.shape[1]).cumsum(0)[None, :, None],
+    "written": written,
     "dead": lambda b, x: (x.cumsum(1), x * 2)[1],
 }  # fmt: skip
 
