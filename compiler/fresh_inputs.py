@@ -1,12 +1,13 @@
 """Fresh inputs for a rewrite site: random values, and step inputs that agree with each other."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from octavo.compiler import ops  # noqa: F401  (registers the ops named below)
 
@@ -129,6 +130,8 @@ def _value(
         shape[0] = LARGE
     if name == "position_ids":
         return torch.arange(shape[-1]).expand(shape).clone()
+    if example.dtype.is_floating_point and _is_ranked(graph_module, name):
+        return distinct_floats(shape, example.dtype, generator)
     if example.dtype.is_floating_point:
         return random_floats(shape, example.dtype, generator)
     if example.dtype is torch.bool:
@@ -147,6 +150,27 @@ def _rows_are_free(graph_module: GraphModule, name: str) -> bool:
         if not is_table and not (is_weight and all(u.target in last for u in node.users)):
             return False
     return True
+
+
+def _is_ranked(graph_module: GraphModule, name: str) -> bool:
+    """Whether an input's order decides what comes out: the logits of a router, the operand of a top-k."""
+    ranking = (octavo.router.default, aten.topk.default)
+    return any(n.target in ranking and _unshaped(n.args[0]).name == name for n in graph_module.graph.nodes)
+
+
+def _unshaped(node: Any) -> Node:
+    while node.target is aten.reshape.default:
+        node = node.args[0]
+    result: Node = node
+    return result
+
+
+def distinct_floats(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Along the last axis no two are equal, nor sums of two of their sigmoids; in bf16 neither."""
+    width = shape[-1]
+    ranks = torch.rand(shape, generator=generator).argsort(-1) + 1
+    step = 2.0 ** (3 - math.ceil(math.log2(width)))
+    return (ranks * -step).to(dtype)
 
 
 def random_floats(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -28,6 +28,7 @@ from octavo.passes.fuse_partial_rope import fuse_partial_rope
 from octavo.passes.fuse_rms_norm import fuse_rms_norm
 from octavo.passes.fuse_rope import fuse_rope
 from octavo.passes.fuse_rope_kv_write import fuse_rope_kv_write
+from octavo.passes.fuse_router import fuse_router
 from octavo.passes.hoist_transposes import hoist_transposes
 from octavo.passes.insert_paged_kv import insert_paged_kv
 from octavo.passes.lower_elementwise import lower_elementwise
@@ -67,6 +68,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(split_linear, "canonical"),
     Step(fold_constants, "canonical"),  # parts of weights are weights
     Step(eliminate_dead_code, "canonical"),
+    Step(fuse_router, "canonical"),  # before every pass that asks what a softmax is for
     Step(fuse_layer_norm, "canonical"),  # before rms_norm, which would take its second half
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout

@@ -58,6 +58,7 @@ def constant_name(node: Node) -> str:
     parts = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
     if not parts:
         return f"folded.{node.name}"
-    prefix = str(parts[0]).rsplit(".", 2)[0]
+    # A weight of the model itself, in no module, is not a place to keep others.
+    prefix = str(parts[0]).rsplit(".", 2)[0] if "." in str(parts[0]) else "folded"
     names = [str(p).removeprefix(prefix + ".").removesuffix(".weight").replace(".", "_") for p in parts]
     return f"{prefix}.{'_'.join(dict.fromkeys(names))}_{node.name}"

@@ -106,3 +106,13 @@ def test_page_size_is_the_caches() -> None:
     assert page_size_of(g.finish(g.cache("v_cache_3", 2, 32, 16, FP32))) == 32
     g = LoweredGraph()
     assert page_size_of(g.finish(g.tokens("x", (8,), FP32))) == 4
+
+
+def test_what_is_ranked_has_no_ties_in_bf16_either() -> None:
+    graph = LoweredGraph()
+    rows = graph.function(aten.reshape.default, graph.tokens("logits", (256,), BF16), [1, -1, 256])
+    router = graph.call("router", rows, None, 8, "softmax", False, 1, 1, "max", 1.0)
+    values = inputs_of(graph, router)["logits"]
+    assert values.dtype is BF16
+    assert all(len(row.unique()) == 256 for row in values[0])
+    assert not torch.equal(values[0, 0], values[0, 1])

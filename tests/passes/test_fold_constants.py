@@ -42,6 +42,15 @@ def test_names_merged_weights_after_their_parts() -> None:
     assert any(name.startswith("model.layers.0.self_attn.q_proj_k_proj_v_proj_cat") for name in names)
 
 
+def test_names_what_is_made_of_a_weight_of_the_model_itself() -> None:
+    graph = LoweredGraph()
+    x = graph.tokens("x", (4,), FP32)
+    row = graph.function(aten.reshape.default, graph.weight("bias", torch.ones(2, 2)), [4])
+    graph_module = graph.finish(graph.function(aten.add.Tensor, x, row))
+    run_pass(fold_constants, graph_module)
+    assert "folded.bias_reshape_default" in dict(graph_module.named_buffers())
+
+
 def test_a_factory_counts_as_a_constant_where_something_is_made_of_it() -> None:
     graph = LoweredGraph()
     x = graph.tokens("x", (4,), FP32)
