@@ -19,6 +19,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
 
 from octavo.compiler.errors import CaptureError
+from octavo.compiler.functional import make_functional
+from octavo.compiler.meta_model import has_values, on_cpu
 from octavo.compiler.token_mixing import require_tokens_apart
 from octavo.passes.rewrite import hold
 
@@ -132,8 +134,7 @@ def _export(wrapped: _Wrapped) -> GraphModule:
     try:
         with torch.no_grad():
             program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
-            if not _is_functional(program):
-                program = program.run_decompositions({})
+            graph_module = _functional(program)
     except CaptureError:
         raise
     except Exception as error:
@@ -142,18 +143,25 @@ def _export(wrapped: _Wrapped) -> GraphModule:
             f"{_first_line(error)}){_place(error, wrapped.model)}; the model must run on one sequence of any length "
             "without Python control flow that depends on token values"
         ) from error
-    graph_module = _with_named_weights(program)
     require_tokens_apart(graph_module.graph)  # before lengths, which loops over tokens fix too
+    if not has_values(wrapped.model):
+        on_cpu(graph_module, wrapped.model)
     graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
     return graph_module
 
 
-def _is_functional(program: torch.export.ExportedProgram) -> bool:
-    """Whether no call writes to its arguments. Functionalization costs twice as much as the export itself."""
+def _functional(program: torch.export.ExportedProgram) -> GraphModule:
+    """The graph without writes. The framework's way to it costs twice as much as the export, so it comes last."""
     calls = [
         n.target for n in program.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
     ]
-    return all(isinstance(t, torch._ops.OpOverload) and not t._schema.is_mutable for t in calls)
+    graph_module = _with_named_weights(program)
+    if all(isinstance(t, torch._ops.OpOverload) and not t._schema.is_mutable for t in calls):
+        return graph_module
+    ops_only = all(isinstance(t, torch._ops.OpOverload) for t in calls)
+    if ops_only and make_functional(graph_module):
+        return graph_module
+    return _with_named_weights(program.run_decompositions({}))
 
 
 def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProgram, name: str) -> int | None:
@@ -242,7 +250,8 @@ def _weight(
     assert isinstance(tensor, Tensor), f"{target} is a {type(tensor).__name__}"
     tensor = tensor.detach()
     identity = (
-        id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr(),
+        tensor.dtype, tensor.shape, tensor.stride(),
     )  # fmt: skip
     # Two names for one tensor (tied weights) are one weight. Empty tensors share the null pointer.
     name = names.setdefault(identity, target.removeprefix("model.")) if tensor.numel() else target

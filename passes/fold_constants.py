@@ -25,8 +25,7 @@ def fold_constants(graph_module: GraphModule) -> PassReport:
             values[node] = held(graph_module, node.target)
         elif node.op == "call_function" and not node.is_impure():
             if is_constant(node) or _has_only(values, node):
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                values[node] = _evaluated(node, values)
     for node, value in values.items():
         is_made = not is_constant(node) and isinstance(value, torch.Tensor)
         if is_made and any(u not in values for u in node.users):
@@ -35,6 +34,19 @@ def fold_constants(graph_module: GraphModule) -> PassReport:
     graph_module.graph.eliminate_dead_code()
     report.notes["folded"] = folded
     return report
+
+
+def _evaluated(node: Node, values: dict[Node, Any]) -> Any:
+    """The value of a call; where a weight has no values yet, the result has none."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])
+    given = [values[n] for n in node.all_input_nodes]
+    if any(isinstance(v, torch.Tensor) and v.is_meta for v in given):
+        args, kwargs = map_arg(
+            (node.args, node.kwargs),
+            lambda n: values[n].to("meta") if isinstance(values[n], torch.Tensor) else values[n],
+        )
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 def _has_only(values: dict[Node, Any], node: Node) -> bool:

@@ -28,6 +28,9 @@ def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassR
     )
     _replace_aranges(graph_module, positions, report)
     for node in _frontier(graph_module, positions):
+        if _lacks_values(graph_module, node, positions):
+            report.reject(node, "it is made of weights that have no values yet (on the meta device)")
+            continue
         table = _table(graph_module, node, positions, max_model_len)
         if table is None:
             report.reject(node, "a row depends on more than its own position")
@@ -71,13 +74,23 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
     found: dict[Node, None] = {}
     for node in [n for n in graph_module.graph.nodes if n in alone]:  # a set has no order that lasts
         if node is not positions and any(user not in alone for user in node.users):
-            while (
-                node.target in VIEWS and node.all_input_nodes[0] in alone and len(node.all_input_nodes) == 1
-            ):
+            while _is_view_of_rows(node) and node.all_input_nodes[0] in alone:
                 node = node.all_input_nodes[0]
             if node is not positions and node.target is not octavo.embedding.default:
                 found[node] = None
     return list(found)
+
+
+def _is_view_of_rows(node: Node) -> bool:
+    """A view, unless it is what makes rows of a value that has none."""
+    if node.target not in VIEWS or len(node.all_input_nodes) > 1:
+        return False
+    return _width(node) is None or _width(node.all_input_nodes[0]) is not None
+
+
+def _lacks_values(graph_module: GraphModule, node: Node, positions: Node) -> bool:
+    leaves = collect([node], [positions])[0]
+    return any(leaf.op == "get_attr" and held(graph_module, str(leaf.target)).is_meta for leaf in leaves)
 
 
 def _width(node: Node) -> int | None:

@@ -116,8 +116,16 @@ def new_weight(graph_module: GraphModule, name: str, tensor: torch.Tensor, recip
     recipes(graph_module)[name] = recipe
     with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
         node = graph_module.graph.get_attr(name)
-    node.meta["val"] = fake_mode(graph_module).from_tensor(tensor, static_shapes=True)
+    node.meta["val"] = _fake(fake_mode(graph_module), tensor)
     return node
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A weight's shape and dtype; one that has no values yet counts as the CPU's, like all others."""
+    if not tensor.is_meta:
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def replace(
@@ -158,7 +166,9 @@ def make_site(
         leaves += [leaf for leaf in collect(ends, leaves)[0] if leaf not in leaves]
     examples = tuple(leaf.meta["val"] for leaf in leaves)
     fixed = [leaf for leaf in leaves if leaf.op == "get_attr" and leaf not in inputs]
-    constants = {leaf.name: held(graph_module, str(leaf.target)) for leaf in fixed}
+    values = {leaf.name: held(graph_module, str(leaf.target)) for leaf in fixed}
+    # A weight without values (on the meta device) may have any.
+    constants = {name: value for name, value in values.items() if not value.is_meta}
     parts = [
         structure(outputs, leaves),
         structure(results, leaves),
