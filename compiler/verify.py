@@ -22,6 +22,7 @@ from octavo.compiler.fresh_inputs import (
     random_floats,
     step_inputs,
 )
+from octavo.compiler.reduced_sizes import reductions
 from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 
@@ -76,6 +77,15 @@ def prove(site: Site, bitwise: bool = False) -> Evidence:
         return _prove_paging(site)
     if site.table is not None:
         return _prove_table(site, site.constants[site.table])
+    for narrow in reductions(site):
+        try:
+            return _prove_values(narrow, bitwise)
+        except Exception:  # whatever the reason, the site is judged at its own size
+            continue
+    return _prove_values(site, bitwise)
+
+
+def _prove_values(site: Site, bitwise: bool) -> Evidence:
     evidence = []
     for seed, tokens in enumerate(TOKENS):
         inputs = fresh_inputs(site.after, site.examples, tokens, seed, site.constants)
