@@ -13,7 +13,7 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class Attention:
-    """One paged attention: softmax(softcap(q k^T * scale) masked) v over pages."""
+    """One paged attention: softmax(softcap(q k^T * scale) + slopes * distance, masked) v over pages."""
 
     heads: Heads
     dtype: str
@@ -21,12 +21,14 @@ class Attention:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
 
     @property
     def params(self) -> tuple[tuple[str, Param], ...]:
         return (
             ("dtype", self.dtype), ("softcap", self.softcap > 0.0), ("sinks", self.sinks),
-            ("SCALE", self.scale), ("SOFTCAP", self.softcap), ("WINDOW", self.window), *self.heads.params,
+            ("slopes", self.slopes), ("SCALE", self.scale), ("SOFTCAP", self.softcap), ("WINDOW", self.window),
+            *self.heads.params,
         )  # fmt: skip
 
     @property
@@ -34,7 +36,7 @@ class Attention:
         marks = (
             [f"w{self.window}"] * bool(self.window) + ["cap"] * bool(self.softcap) + ["sinks"] * self.sinks
         )
-        return "_".join((self.dtype, self.heads.label, *marks))
+        return "_".join((self.dtype, self.heads.label, *marks, *["slopes"] * self.slopes))
 
     @property
     def cache_args(self) -> tuple[Arg, ...]:
@@ -44,6 +46,10 @@ class Attention:
     @property
     def sinks_args(self) -> tuple[Arg, ...]:
         return (pointer("sinks", self.dtype),) if self.sinks else ()
+
+    @property
+    def slopes_args(self) -> tuple[Arg, ...]:
+        return (pointer("slopes", "fp32"),) if self.slopes else ()
 
 
 def attention_spec(attention: Attention, target: Target) -> KernelSpec:
@@ -79,6 +85,7 @@ def decode_spec(attention: Attention, splits: int) -> KernelSpec:
         ),
         args=(
             *attention.cache_args,
+            *attention.slopes_args,
             pointer("partial", "fp32"),
             pointer("lse", "fp32"),
             number("max_pages", "P"),
@@ -135,6 +142,7 @@ def prefill_spec(attention: Attention) -> KernelSpec:
             *attention.cache_args,
             pointer("cu_seqlens_q", "i32"),
             *attention.sinks_args,
+            *attention.slopes_args,
             pointer("out", attention.dtype),
             number("num_requests", "R"),
             number("max_pages", "P"),

@@ -136,9 +136,11 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
     args = [_pointer("q", dtype), _pointer("k_cache", cache_dtype), _pointer("v_cache", cache_dtype)]
     args += [_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")]
     values: dict[str, Param] = dict(dtype=dtype, cache_dtype=cache_dtype, sinks=given["sinks"] is not None)
-    if given["sinks"] is not None:
-        args.append(_pointer("sinks", _dtype(node, "sinks")))
-        values["sink_dtype"] = _dtype(node, "sinks")
+    values["slopes"] = given["slopes"] is not None
+    for name, key in (("sinks", "sink_dtype"), ("slopes", "slope_dtype")):
+        if given[name] is not None:
+            args.append(_pointer(name, _dtype(node, name)))
+            values[key] = _dtype(node, name)
     args += [_pointer("out", dtype), *(_scalar(name, name) for name in ("T", "R", "P", "num_pages"))]
     group = heads // cache["KV_HEADS"]
     values |= dict(HEADS=heads, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])

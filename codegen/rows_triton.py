@@ -146,6 +146,7 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
         window=given["window"],
         softcap=given["softcap"],
         sinks=given["sinks"] is not None,
+        slopes=given["slopes"] is not None,
     )
     return attention_spec(attention, target)
 

@@ -18,8 +18,8 @@ from octavo.passes.rewrite import Builder, fake_mode, replace
 from octavo.passes.rule import PassReport, Rule, apply_rule
 
 octavo = torch.ops.octavo
-ATTENTION_ARGS = ("q", "k", "v", "sinks", "scale", "causal", "window", "softcap")
-DEFAULTS: dict[str, Any] = {"causal": True, "window": 0, "softcap": 0.0}
+ATTENTION_ARGS = ("q", "k", "v", "sinks", "scale", "causal", "window", "softcap", "slopes")
+DEFAULTS: dict[str, Any] = {"causal": True, "window": 0, "softcap": 0.0, "slopes": None}
 # Sizes differ from each other so that no two symbols are taken for one.
 INTEGER_INPUTS = {"page_table": (3, 5), "seq_lens": (3,), "cu_seqlens_q": (4,)}
 
@@ -111,7 +111,8 @@ def _page(
         k, v = values["k"], values["v"]
         b.effect(octavo.kv_write.default, k, v, k_cache, v_cache, inputs["slot_mapping"])
         table = (inputs["page_table"], inputs["seq_lens"], inputs["cu_seqlens_q"])
-        rest = (values["sinks"], values["scale"], values["window"], values["softcap"])
+        bias = () if values["slopes"] is None else (values["slopes"],)
+        rest = (values["sinks"], values["scale"], values["window"], values["softcap"], *bias)
         return [b.call(octavo.paged_attention.default, values["q"], k_cache, v_cache, *table, *rest)]
 
     report.sites.append(replace(graph_module, [node], build, node.all_input_nodes))

@@ -9,7 +9,7 @@ Kwon et al. 2023.
 import torch
 from torch import Tensor
 
-from octavo.compiler.ops.attention import may_attend, scores_to_output
+from octavo.compiler.ops.attention import distance_bias, may_attend, scores_to_output
 from octavo.compiler.ops.op import Op, accumulator
 from octavo.compiler.ops.rope import rope
 
@@ -26,7 +26,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-    sinks: Tensor | None, scale: float, window: int = 0, softcap: float = 0.0,
+    sinks: Tensor | None, scale: float, window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q (1, T, heads, D); page_table (R, P) i32; seq_lens (R,) i32; cu_seqlens_q (R + 1,) i32. Causal.
 
@@ -44,9 +44,10 @@ def paged_attention(
             for cache in (k_cache, v_cache)
         )
         positions = torch.arange(length, device=q.device)
-        allowed = may_attend(positions[length - (end - start) :], positions, True, window)
+        own = positions[length - (end - start) :]
+        allowed, bias = may_attend(own, positions, True, window), distance_bias(slopes, own, positions)
         query = q[0, start:end].to(wide).transpose(0, 1)
-        result = scores_to_output(query, key, value, allowed, scale, softcap, sinks)
+        result = scores_to_output(query, key, value, allowed, scale, softcap, sinks, bias)
         out[0, start:end] = result.transpose(0, 1).to(q.dtype)
     return out
 
@@ -85,7 +86,7 @@ KV_WRITE = Op(
 )
 PAGED_ATTENTION = Op(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, Tensor? sinks, float scale, int window=0, float softcap=0.0) -> Tensor",
+    "Tensor cu_seqlens_q, Tensor? sinks, float scale, int window=0, float softcap=0.0, Tensor? slopes=None) -> Tensor",
     paged_attention,
     lambda q, k_cache, v_cache, *rest, **options: q.new_empty((*q.shape[:3], v_cache.shape[3])),
     "attention of each request's new tokens over its pages",

@@ -27,6 +27,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -38,10 +39,11 @@ class Case:
         v_cache = graph.cache("v_cache_0", self.kv_heads, self.page_size, self.value_dim, self.cache_dtype)
         q = graph.tokens("q", (self.heads, self.head_dim), self.dtype)
         sinks = graph.weight("sinks", torch.zeros(self.heads)) if self.sinks else None
+        slopes = graph.weight("slopes", torch.zeros(self.heads)) if self.slopes else None
         return cpp_spec(
             graph.call(
                 "paged_attention", q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks,
-                self.head_dim**-0.5, self.window, self.softcap,
+                self.head_dim**-0.5, self.window, self.softcap, slopes,
             )
         )  # fmt: skip
 
@@ -63,7 +65,10 @@ CASES = {
     "wide_window": Case(window=100, page_size=64),
     "softcap": Case(softcap=2.0),
     "sinks": Case(sinks=True),
-    "everything": Case(heads=6, kv_heads=2, window=9, softcap=3.0, sinks=True, dtype=BF16, cache_dtype=BF16),
+    "slopes": Case(slopes=True),
+    "everything": Case(
+        heads=6, kv_heads=2, window=9, softcap=3.0, sinks=True, slopes=True, dtype=BF16, cache_dtype=BF16
+    ),
 }
 # Per request: new tokens, whole context.
 STEPS = {
@@ -90,6 +95,7 @@ class Inputs:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     sinks: Tensor | None
+    slopes: Tensor | None
 
     @property
     def reference(self) -> tuple[Tensor | None, ...]:
@@ -122,6 +128,7 @@ def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
     return Inputs(
         guarded(q), k_cache.to(case.cache_dtype), v_cache.to(case.cache_dtype), table, lengths.int(), starts,
         torch.randn(case.heads) if case.sinks else None,
+        torch.rand(case.heads) if case.slopes else None,
     )  # fmt: skip
 
 
@@ -134,7 +141,7 @@ def run(kernels: KernelLibrary, case: Case, inputs: Inputs, num_threads: int = 2
         inputs.seq_lens,
         inputs.cu_seqlens_q,
     ]
-    tensors += [inputs.sinks] if inputs.sinks is not None else []
+    tensors += [extra for extra in (inputs.sinks, inputs.slopes) if extra is not None]
     out = guarded(torch.zeros(inputs.q.shape[0], case.heads, case.value_dim, dtype=case.dtype))
     sizes = [inputs.q.shape[0], *inputs.page_table.shape, inputs.k_cache.shape[0]]
     return kernels(case.spec, [*tensors, out], sizes, num_threads), out
@@ -146,7 +153,7 @@ def test_matches_fp64(kernels: KernelLibrary, case: Case, requests: list[tuple[i
     inputs = make_inputs(case, requests)
     code, out = run(kernels, case, inputs)
     assert code == 0
-    options = (case.head_dim**-0.5, case.window, case.softcap)
+    options = (case.head_dim**-0.5, case.window, case.softcap, inputs.slopes)
     expected = torch.ops.octavo.paged_attention(*inputs.reference, *options)[0]
     # Scores below 8 carry an error of some 1e-6 into the weights, which sum to 1; values are below 5.
     bound = 2e-5 + expected.abs() * rounding(case.dtype)
@@ -166,7 +173,7 @@ def test_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name:
         alone = Inputs(
             inputs.q[token : token + 1].clone(), inputs.k_cache, inputs.v_cache, inputs.page_table[:1],
             torch.tensor([token + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32),
-            inputs.sinks,
+            inputs.sinks, inputs.slopes,
         )  # fmt: skip
         assert torch.equal(run(kernels, case, alone)[1][0], together[token])
 

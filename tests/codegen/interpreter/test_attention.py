@@ -52,18 +52,20 @@ def run(
     tokens = sum(new for new, _ in lengths)
     q = (2 * torch.randn(1, tokens, heads.num_heads, heads.head_dim, generator=generator)).to(dtype)
     sinks = torch.randn(heads.num_heads, generator=generator).to(dtype)
+    slopes = 0.5 ** (1.0 + torch.arange(heads.num_heads))
     seq_lens = torch.tensor([context for _, context in lengths], dtype=torch.int32)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0).to(torch.int32)
     out = torch.full((tokens, heads.num_heads, heads.value_dim), float("nan"), dtype=dtype)
     tensors = {
         "q": q[0], "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "seq_lens": seq_lens,
-        "cu_seqlens_q": starts, "sinks": sinks, "out": out,
+        "cu_seqlens_q": starts, "sinks": sinks, "slopes": slopes, "out": out,
     }  # fmt: skip
     dims = {"T": tokens, "R": len(lengths), "P": table.shape[1]}
     ran = launch(attention_spec(attention, TARGET), tensors, dims)
     expected = paged_attention(
         q.double(), caches[0].double(), caches[1].double(), table, seq_lens, starts,
         sinks.double() if attention.sinks else None, attention.scale, attention.window, attention.softcap,
+        slopes if attention.slopes else None,
     )  # fmt: skip
     return ran, out, expected[0]
 
@@ -76,7 +78,8 @@ VARIANTS = {
     "window_of_a_tile": replace(SMALL, window=64),
     "softcap": replace(SMALL, softcap=3.0),
     "sinks": replace(PLAIN, sinks=True),
-    "all": replace(SMALL, window=70, softcap=5.0, sinks=True),
+    "slopes": replace(PLAIN, slopes=True),
+    "all": replace(SMALL, window=70, softcap=5.0, sinks=True, slopes=True),
     "fp32": replace(SMALL, dtype="fp32"),
     "fp32_all": replace(SMALL, dtype="fp32", window=9, softcap=2.0, sinks=True),
     "pages_of_16": with_heads(SMALL, 6, 2, 64, 64, 16),
