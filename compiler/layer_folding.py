@@ -363,7 +363,7 @@ def _renamed(name: str, source: str, other: str) -> str:
     prefix = ".".join(old[: common + 1])
     if name.startswith(f"{prefix}."):
         return ".".join(new[: common + 1]) + name.removeprefix(prefix)
-    return f"{name}.{other.replace('.', '_')}"
+    return f"{name}_{other.replace('.', '_')}"
 
 
 def _moved(node: Node, paths: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
