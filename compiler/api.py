@@ -5,8 +5,9 @@ import os
 import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import nn
 
 from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
-from octavo.compiler.capture import Captured, capture
+from octavo.compiler.capture import capture
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
-from octavo.compiler.errors import ArtifactError, OptionError
+from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
 from octavo.compiler.options import CompileOptions, DType, Verify
 from octavo.compiler.pipeline import (
     PIPELINE,
@@ -29,29 +30,31 @@ from octavo.compiler.pipeline import (
     dump_directory,
     lower,
     settings_of,
-    summary,
 )
-from octavo.compiler.progress import progress_bars
+from octavo.compiler.progress import Bars, progress_bars
+from octavo.compiler.step_rows import summary
 from octavo.compiler.target import Target, load_target
 from octavo.compiler.version import VERSION
 from octavo.compiler.whole_model import check_whole_model
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+MAX_BATCH_TOKENS = 2048
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def compile(
     model: nn.Module, target: str = "cpu", *, output: Path | str | None = None, tokenizer: Any = None,
     dtype: DType | None = None, page_size: int | None = None, max_model_len: int | None = None,
-    max_batch_tokens: int = 2048, verify: Verify = "full", dump: Path | str | None = None,
-    progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
+    max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
+    dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
     model      any nn.Module from token ids (1, T) to logits (1, T, vocab); Hugging Face models as they are
     target     "cpu", "b200", ...: a file of compiler/targets
-    output     directory of the artifact; None keeps it in a temporary one until `save`
+    output     directory of the artifact; None keeps it in a temporary one, which goes with the artifact
     tokenizer  a Hugging Face tokenizer to pack with it, so that prompts may be text
+    dump_weights  write the weights beside the graphs of `dump`, so that `octavo.resume` can go on from any
     progress   show bars on standard error; None: when that is a terminal
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
@@ -66,37 +69,71 @@ def compile(
         verify=verify,
         dump=None if dump is None else Path(dump),
     )
-    _check(options)
+    check_options(options)
     if output is not None:
         check_replaceable(output)  # now, not after a minute of work
-    tokenizer_files = _tokenizer_files(tokenizer)
+    tokenizer_files = tokenizer_files_of(tokenizer)
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)
         bars("capture")("torch.export", 0, 1)
         captured = capture(source)
         settings = settings_of(captured, options, chosen.page_size)
-        dumps = DumpWriter(dump_directory(options, os.environ.get("OCTAVO_DUMP")))
-        dumps.write_capture(captured.graph_module)
+        job = Job(chosen, options, settings, captured.model_info, captured.route)
+        dumps = DumpWriter(dump_directory(options, os.environ.get("OCTAVO_DUMP")), dump_weights, job.facts())
+        dumps.write_files(tokenizer_files)
         lowered = lower(captured, options, settings, pipeline, bars("passes"), dumps)
-        built = build(lowered.graph_module, chosen, settings.page_size, bars("kernels"))
-        bars("pack")("weights and hashes", 0, 1)
-        compiled = _pack(output, captured, lowered, built, options, settings, chosen, dumps, tokenizer_files)
-        if built.missing:
-            warnings.warn(
-                f"{built.missing}; text is generated with the eager references, slowly", stacklevel=2
-            )
-        if options.verify == "full" and chosen.family == "cpp":
-            bars("verify")("logits of the whole model", 0, 1)
-            try:
-                check_whole_model(source, compiled.artifact, compiled.runner(num_pages=64))
-            except BaseException:
-                shutil.rmtree(compiled.path)  # nobody shall find what was not proven
-                raise
+        compiled = finish(job, lowered, dumps, bars, output, tokenizer_files, source)
     compiled.seconds = dict(bars.seconds)
     return compiled
 
 
-def _check(options: CompileOptions) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What is compiled and how, beside the graph. provenance: of a graph that was dumped before."""
+
+    target: Target
+    options: CompileOptions
+    settings: Settings
+    model_info: Mapping[str, Any]
+    route: str
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """What `summary.json` says of it, from which `octavo.resume` goes on."""
+        return {
+            "octavo_version": VERSION, "torch": torch.__version__, "target": self.target.name,
+            "model": dict(self.model_info), "options": {**asdict(self.options), "dump": None},
+            "settings": asdict(self.settings), "capture_route": self.route, **self.provenance,
+        }  # fmt: skip
+
+
+def finish(
+    job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, output: Path | str | None,
+    tokenizer_files: Mapping[str, bytes], reference: nn.Module,
+) -> Compiled:  # fmt: skip
+    """Lowered graph -> artifact, opened, and compared with the logits of `reference`."""
+    try:
+        built = build(lowered.graph_module, job.target, job.settings.page_size, bars("kernels"))
+    except OctavoError as error:
+        dumps.fail("kernels", error)
+        raise
+    bars("pack")("weights and hashes", 0, 1)
+    compiled = _pack(output, job, lowered, built, dumps, tokenizer_files)
+    if built.missing:
+        warnings.warn(f"{built.missing}; text is generated with the eager references, slowly", stacklevel=3)
+    if job.options.verify == "full" and job.target.family == "cpp":
+        bars("verify")("logits of the whole model", 0, 1)
+        try:
+            check_whole_model(reference, compiled.artifact, compiled.runner(num_pages=64))
+        except BaseException as error:
+            shutil.rmtree(compiled.path)  # nobody shall find what was not proven
+            if isinstance(error, OctavoError):
+                dumps.fail("verify", error)
+            raise
+    return compiled
+
+
+def check_options(options: CompileOptions) -> None:
     for name in ("page_size", "max_model_len", "max_batch_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -122,20 +159,20 @@ def with_dtype(model: nn.Module, dtype: str | None) -> nn.Module:
 
 
 def _pack(
-    output: Path | str | None, captured: Captured, lowered: Lowered, built: Built, options: CompileOptions,
-    settings: Settings, target: Target, dumps: DumpWriter, tokenizer_files: Mapping[str, bytes],
+    output: Path | str | None, job: Job, lowered: Lowered, built: Built, dumps: DumpWriter,
+    tokenizer_files: Mapping[str, bytes],
 ) -> Compiled:  # fmt: skip
-    temporary = tempfile.TemporaryDirectory(prefix="octavo-") if output is None else None
-    path = Path(temporary.name) / "artifact" if temporary is not None else Path(str(output))
+    temporary = tempfile.mkdtemp(prefix="octavo-") if output is None else None
+    path = Path(temporary) / "artifact" if temporary is not None else Path(str(output))
     logits = built.program.of_kind("output")[0]
     model = {
-        **captured.model_info, "vocab_size": logits.shape[-1], "num_layers": lowered.num_layers,
-        "max_model_len": settings.max_model_len, "max_batch_tokens": options.max_batch_tokens,
+        **job.model_info, "vocab_size": logits.shape[-1], "num_layers": lowered.num_layers,
+        "max_model_len": job.settings.max_model_len, "max_batch_tokens": job.options.max_batch_tokens,
     }  # fmt: skip
     manifest = {
-        "octavo_version": VERSION, "target": target.name, "model": model,
-        "options": {**asdict(options), "dump": None, "page_size": settings.page_size},
-        "provenance": {"capture_route": captured.route, "torch": torch.__version__},
+        "octavo_version": VERSION, "target": job.target.name, "model": model,
+        "options": {**asdict(job.options), "dump": None, "page_size": job.settings.page_size},
+        "provenance": {"capture_route": job.route, "torch": torch.__version__, **job.provenance},
     }  # fmt: skip
     report = {"passes": summary([*lowered.reports, built.plan]), "kernels": built.kernels, "memory": built.plan.notes,
               "selections": built.selections, "proof_s": lowered.proof_s}  # fmt: skip
@@ -147,10 +184,13 @@ def _pack(
         [f"workspace {built.plan.notes['peak']} bytes per token", f"{len(built.kernels)} kernels"]
     )
     written = pack(path, built, lowered.graph_module, manifest, report, texts, tokenizer_files)
-    return Compiled(Artifact.open(written), temporary)
+    artifact = Artifact.open(written)
+    if temporary is not None:
+        weakref.finalize(artifact, shutil.rmtree, temporary, ignore_errors=True)
+    return Compiled(artifact)
 
 
-def _tokenizer_files(tokenizer: Any) -> Mapping[str, bytes]:
+def tokenizer_files_of(tokenizer: Any) -> Mapping[str, bytes]:
     """The files that a tokenizer saves of itself, under tokenizer/."""
     if tokenizer is None:
         return {}

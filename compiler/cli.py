@@ -54,14 +54,11 @@ app = typer.Typer(
 Trace = Annotated[bool, typer.Option("--traceback", help="Show where in Octavo an error was raised.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with everything, instead of a table.")]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A directory that `compile` wrote.")]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="demo (SmolLM2-135M-Instruct), a Hugging Face directory, a .gguf file, or file.py:function "
-        "that returns an nn.Module.",
-    ),
-]
+MODEL_HELP = (
+    "demo (SmolLM2-135M-Instruct), a Hugging Face directory, a .gguf file, or file.py:function that returns an "
+    "nn.Module."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 
 
 class DTypes(StrEnum):
@@ -168,20 +165,34 @@ octavo.__doc__ = HELP
 
 @app.command()
 def compile(
-    model: Model,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
     ] = None,
-    target: Annotated[str, typer.Option(help="A machine; `octavo targets` lists them.")] = "cpu",
+    target: Annotated[
+        str | None, typer.Option(help="A machine; `octavo targets` lists them. Default: cpu.")
+    ] = None,
     dtype: DTypeOption = None,
     page_size: PageSize = None,
     max_model_len: MaxModelLen = None,
-    max_batch_tokens: Annotated[int, typer.Option(help="Most tokens of one step.")] = 2048,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of one step. Default: 2048.")
+    ] = None,
     verify: Annotated[
         Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
     ] = Proofs.full,
     dump: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the graph after every pass that changed it.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write the graph after every pass that changed it, and the weights."
+        ),
+    ] = None,
+    dump_weights: Annotated[
+        bool, typer.Option("--dump-weights/--no-dump-weights", help="--from needs them beside the graphs.")
+    ] = True,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Go on from a graph of a dump, in place of MODEL."),
     ] = None,
     traceback: Trace = False,
 ) -> None:
@@ -189,9 +200,17 @@ def compile(
 
     Example: octavo compile demo --dtype bf16 -o smol.octavo --dump dumps
 
+    Example: $EDITOR dumps/09_fuse_rms_norm.py; octavo compile --from dumps/09_fuse_rms_norm.py
+
+    --from runs, checks and proves the passes behind the one that the file is named after, on the graph as the
+    file has it. Weights, dtype, page size and lengths are those of the dump. `octavo view` shows a dump.
+
     The table of passes, the table of GPU kernels and the time of each phase go to standard error. An artifact
     that is already at the path is replaced; anything else there is left alone.
     """
+    if (model is None) == (resume_from is None):
+        got = "both" if model else "neither"
+        raise typer.BadParameter(f"expected MODEL or --from FILE, got {got}", param_hint="MODEL")
     with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.compile import Choices, run
     with exit_codes(traceback):
@@ -206,6 +225,8 @@ def compile(
                 max_batch_tokens=max_batch_tokens,
                 verify=verify.value,
                 dump=dump,
+                dump_weights=dump_weights,
+                resume_from=resume_from,
             )
         )
 
@@ -308,6 +329,30 @@ def bisect(
         is_clean = run(model, output, None if dtype is None else dtype.value, page_size, max_model_len)
         if not is_clean:
             raise typer.Exit(FAILED)
+
+
+@app.command()
+def view(
+    dump: Annotated[Path, typer.Argument(metavar="DIR", help="What `octavo compile --dump DIR` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Default: DIR/view.html")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    traceback: Trace = False,
+) -> None:
+    """Make one HTML page of the dump in DIR; print its path.
+
+    Example: octavo compile demo --dump dumps && octavo view dumps --open
+
+    The page needs no network. It lists every pass with its rewrites, refusals, proof and time; shows what a pass
+    changed, side by side, with the module and the source line that each operation comes from; draws the graph of
+    one layer; and searches names, ops, modules and lines. Keys: j and k choose a pass, / searches, n and N go to
+    the next match, ? lists the others.
+    """
+    with exit_codes(traceback), starting():
+        from octavo.compiler.commands.view import run
+    with exit_codes(traceback):
+        run(dump, output, open_it)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 import functools
 import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -29,9 +28,8 @@ def load(path: Path | str) -> "Compiled":
 class Compiled:
     """An artifact that was opened: generate text with it, save it, read its report."""
 
-    def __init__(self, artifact: Artifact, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+    def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
-        self._temporary = temporary  # lives as long as this object
         self._engine: Engine | None = None
         self.seconds: dict[str, float] = {}  # of each phase of the compilation that made it, if one did
 

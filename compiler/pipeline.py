@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch.fx import GraphModule
 
 from octavo.compiler.capture import Captured
+from octavo.compiler.dump import settle
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, PassError
 from octavo.compiler.layer_folding import fold, unfold
@@ -112,6 +112,9 @@ def lower(
     what no pass replaced. Both name the pass, the node and the user's source line.
     """
     all_attentions = expected_attentions(captured)
+    settle(captured.graph_module)
+    if dumps is not None:
+        dumps.write_start("00_capture", captured.graph_module, "as captured")
     folded = None if dumps is not None and dumps.directory is not None else fold(captured.graph_module)
     if folded is None:
         return _lower(captured.graph_module, all_attentions, options, settings, pipeline, progress, dumps)
@@ -129,13 +132,23 @@ def lower(
     return result
 
 
+def lower_from(
+    graph_module: GraphModule, start: int, options: CompileOptions, settings: Settings,
+    pipeline: Sequence[Step] = PIPELINE, progress: Progress | None = None, dumps: DumpWriter | None = None,
+) -> Lowered:  # fmt: skip
+    """Run the passes behind the first `start` on a graph that was dumped there. Raises as `lower` does."""
+    nodes = [n for n in graph_module.graph.nodes if n.op == "call_function"]
+    expected = [n.name for n in nodes if is_attention(n) or op(n).endswith("attention")]
+    return _lower(graph_module, expected, options, settings, pipeline, progress, dumps, start)
+
+
 def _lower(
     graph_module: GraphModule, expected: list[str], options: CompileOptions, settings: Settings,
-    pipeline: Sequence[Step], progress: Progress | None, dumps: DumpWriter | None,
+    pipeline: Sequence[Step], progress: Progress | None, dumps: DumpWriter | None, start: int = 0,
 ) -> Lowered:  # fmt: skip
     result = Lowered(graph_module, num_layers=len(expected))
     proven: dict[str, Evidence] = {}
-    for index, step in enumerate(pipeline):
+    for index, step in enumerate(pipeline[start:], start):
         if progress is not None:
             progress(step.name, index, len(pipeline))
         try:
@@ -145,6 +158,7 @@ def _lower(
                 dumps.write_failure(index, step.name, graph_module, error)
             raise
         result.reports.append(report)
+        settle(graph_module)
         if dumps is not None:
             dumps.write(index + 1, report, graph_module, step.stage)
     return result
@@ -256,21 +270,6 @@ def settings_of(captured: Captured, options: CompileOptions, default_page_size: 
 
 # Longest sequence of a model that does not say: hand-written modules without learned positions.
 DEFAULT_MODEL_LEN = 2048
-
-
-def summary(reports: Sequence[PassReport]) -> list[dict[str, Any]]:
-    """One row for each pass, as `report.json` and the tables of the command line hold them."""
-    return [
-        {
-            "pass": r.name, "matched": r.matched, "rejected": len(r.rejected),
-            "near_misses": len(r.near_misses), "nodes_before": r.nodes_before, "nodes_after": r.nodes_after,
-            "ms": round(r.ms, 1),
-            "exactness": r.exactness, "proven_sites": r.proof.sites, "worst_error": r.proof.worst,
-            "error_bound": r.proof.bound, "notes": r.notes,
-            "reasons": [f"{x.where}: {x.reason}" for x in (*r.rejected, *r.near_misses)][:20],
-        }
-        for r in reports
-    ]  # fmt: skip
 
 
 def dump_directory(options: CompileOptions, environment: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""`octavo compile`: a model by name -> an artifact, with its tables and times."""
+"""`octavo compile`: a model by name, or a dumped graph, -> an artifact, with its tables and times."""
 
 import re
 import sys
@@ -9,47 +9,89 @@ from rich.console import Console
 
 from octavo.compiler import api
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.dump_summary import read_summary
+from octavo.compiler.errors import OptionError
 from octavo.compiler.models import LoadedModel, load_model
 from octavo.compiler.options import DType, Verify
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import seconds_line, size_text
+from octavo.compiler.resume import resume
 from octavo.compiler.target import load_target
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chose; the names are those of `octavo.compile`. output None: ./NAME-TARGET.octavo."""
+    """What the user chose; the names are those of `octavo.compile`. output None: ./NAME-TARGET.octavo.
 
-    model: str
+    model, resume_from  one of them is given
+    """
+
+    model: str | None
     output: Path | None
-    target: str
+    target: str | None
     dtype: DType | None
     page_size: int | None
     max_model_len: int | None
-    max_batch_tokens: int
+    max_batch_tokens: int | None
     verify: Verify
     dump: Path | None
+    dump_weights: bool
+    resume_from: Path | None
 
 
 def run(choices: Choices) -> None:
     """Compile; tables and times go to standard error, the artifact's path to standard output."""
-    load_target(choices.target)  # a name that is wrong is said before the model is loaded
-    output = choices.output or default_output(choices.model, choices.target)
-    loaded, load_s = load(choices.model)
+    if choices.target is not None:
+        load_target(choices.target)  # a name that is wrong is said before the model is loaded
+    output = _resume(choices) if choices.resume_from is not None else _compile(choices, str(choices.model))
+    print(output)
+
+
+def _compile(choices: Choices, model: str) -> Path:
+    target = choices.target or "cpu"
+    output = choices.output or default_output(model, target)
+    loaded, load_s = load(model)
     compiled = api.compile(
         loaded.model,
-        choices.target,
+        target,
         output=output,
         tokenizer=loaded.tokenizer,
         dtype=choices.dtype,
         page_size=choices.page_size,
         max_model_len=choices.max_model_len,
+        max_batch_tokens=api.MAX_BATCH_TOKENS
+        if choices.max_batch_tokens is None
+        else choices.max_batch_tokens,
+        verify=choices.verify,
+        dump=choices.dump,
+        dump_weights=choices.dump_weights,
+    )
+    show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
+    return output
+
+
+def _resume(choices: Choices) -> Path:
+    path = Path(str(choices.resume_from))
+    for name in ("dtype", "page_size", "max_model_len"):
+        if getattr(choices, name) is not None:
+            raise OptionError(
+                f"{name}: expected none with --from, as the graph already has it; compile MODEL again"
+            )
+    output = choices.output
+    if output is None:
+        summary = read_summary(path.parent)
+        output = default_output(str(summary["model"]["name"]), choices.target or str(summary["target"]))
+    compiled = resume(
+        path,
+        choices.target,
+        output=output,
         max_batch_tokens=choices.max_batch_tokens,
         verify=choices.verify,
         dump=choices.dump,
+        dump_weights=choices.dump_weights,
     )
-    show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
-    print(output)
+    show(compiled, compiled.seconds, choices.dump)
+    return output
 
 
 def load(name: str) -> tuple[LoadedModel, float]:
@@ -75,7 +117,7 @@ def show(compiled: Compiled, seconds: dict[str, float], dump: Path | None) -> No
         "artifact": f"{compiled.path} ({len(files)} files, {size_text(total)})",
     }
     if dump is not None:
-        lines["dumps"] = f"{dump} (graphs, diffs, summary.txt)"
+        lines["dumps"] = f"{dump} (graphs, diffs, summaries; `octavo view {dump}` shows them)"
     for name, text in lines.items():
         print(f"{name + ':':<10}{text}", file=sys.stderr)
 

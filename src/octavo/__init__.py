@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
     from octavo.compiler.options import CompileOptions as CompileOptions
+    from octavo.compiler.resume import resume as resume
     from octavo.runtime.request import SamplingParams as SamplingParams
 
 # public name -> the module that defines it; `errors` is the module itself
@@ -20,6 +21,7 @@ _HOME = {
     "backend_report": "octavo.compiler.backend_report",
     "compile": "octavo.compiler.api",
     "load": "octavo.compiler.compiled",
+    "resume": "octavo.compiler.resume",
     "CompileOptions": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.request",
     "errors": "octavo.compiler.errors",
@@ -27,6 +29,7 @@ _HOME = {
 
 __all__ = [
     "CompileOptions", "Compiled", "SamplingParams", "__version__", "backend_report", "compile", "errors", "load",
+    "resume",
 ]  # fmt: skip
 
 __version__ = VERSION

@@ -24,8 +24,8 @@ from octavo.compiler.pipeline import (
     expected_attentions,
     lower,
     settings_of,
-    summary,
 )
+from octavo.compiler.step_rows import summary
 from octavo.passes.rule import PassReport
 
 

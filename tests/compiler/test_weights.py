@@ -38,11 +38,13 @@ def with_header(entries: Any, data: bytes = bytes(64)) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
+# The official reader for numpy knows no fp8.
+READABLE = sorted(name for name in DTYPES if not name.startswith("f8"))
 _arrays = st.dictionaries(
     st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=6).filter(
         lambda name: not name.startswith("__")
     ),
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3)),
+    st.tuples(st.sampled_from(READABLE), st.lists(st.integers(0, 5), max_size=3)),
     max_size=6,
 )
 
