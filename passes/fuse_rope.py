@@ -1,7 +1,8 @@
 """x * cos + rotate(x) * sin  ->  octavo.rope on tokens-first tensors (Su et al. 2021, equation 34).
 
 x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. rotate takes the halves of x, or its
-even and odd elements. Tables narrower than D are `fuse_partial_rope`'s.
+even and odd elements; or the halves are written out, cat(x1 cos - x2 sin, x2 cos + x1 sin), with tables of half the
+width. Other tables narrower than D are `fuse_partial_rope`'s.
 """
 
 from typing import Any
@@ -22,12 +23,17 @@ EVEN = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("end"), 2))
 STACKED = call(aten.stack.default, args=([call(aten.neg.default, args=(ODD,)), EVEN], -1))
 PAIRS = call(aten.reshape.default, args=(STACKED,))
 
+COS, SIN = Var("cos"), Var("sin")
+LEFT = call(aten.sub.Tensor, args=(mul(FIRST, COS), mul(SECOND, SIN)))
+RIGHT = add(mul(SECOND, COS), mul(FIRST, SIN))
+WRITTEN_OUT = cast(call(aten.cat.default, args=([cast(LEFT), cast(RIGHT)], Var("cat_axis"))))
+
 HEADS_FIRST, TOKENS_FIRST = [0, 2, 1, 3], [0, 1, 2, 3]
 
 
-def layout(x: Any, table: Any) -> list[int] | None:
+def layout(x: Any, table: Any, repeats: int = 1) -> list[int] | None:
     """The permutation that puts tokens before heads, from which axis the table varies along."""
-    if len(x.shape) != 4 or table.shape[-1] != x.shape[-1]:
+    if len(x.shape) != 4 or table.shape[-1] * repeats != x.shape[-1]:
         return None
     dims = (1,) * (4 - len(table.shape)) + tuple(table.shape)
     if dims[0] == 1 and dims[1] == 1 and dims[2] == x.shape[2]:
@@ -37,7 +43,7 @@ def layout(x: Any, table: Any) -> list[int] | None:
     return None
 
 
-def reject(found: Match) -> str | None:
+def reject(found: Match, repeats: int = 1) -> str | None:
     x, cos, sin = (found[name].meta["val"] for name in ("x", "cos", "sin"))
     if x.dtype != found.root.meta["val"].dtype:
         return f"the input is {x.dtype} and the result {found.root.meta['val'].dtype}"
@@ -45,20 +51,25 @@ def reject(found: Match) -> str | None:
         return f"head_dim must be even, got {x.shape[-1]}"
     if found["axis"] % len(x.shape) != len(x.shape) - 1:
         return f"it rotates along axis {found['axis']}, expected the last"
+    if found.values.get("cat_axis", -1) % len(x.shape) != len(x.shape) - 1:
+        return f"it joins along axis {found['cat_axis']}, expected the last"
     if found.values.get("half", x.shape[-1] // 2) != x.shape[-1] // 2:
         return f"the halves split at {found['half']} of {x.shape[-1]}"
-    if layout(x, cos) is None or layout(x, cos) != layout(x, sin):
+    if layout(x, cos, repeats) is None or layout(x, cos, repeats) != layout(x, sin, repeats):
         shapes = (tuple(t.shape) for t in (cos, sin, x))
         return "cos {} and sin {} do not broadcast over the heads of {}".format(*shapes)
     return None
 
 
-def replacement(build: Builder, found: Match, interleaved: bool = False) -> Node:
+def replacement(build: Builder, found: Match, interleaved: bool = False, repeats: int = 1) -> Node:
     x = found["x"]
-    order = layout(x.meta["val"], found["cos"].meta["val"])
+    order = layout(x.meta["val"], found["cos"].meta["val"], repeats)
     assert order is not None
     width = x.meta["val"].shape[-1]
-    cos, sin = (build.call(aten.reshape.default, found[name], [1, -1, width]) for name in ("cos", "sin"))
+    tables = [found[name] for name in ("cos", "sin")]
+    if repeats > 1:
+        tables = [build.call(aten.cat.default, [table] * repeats, -1) for table in tables]
+    cos, sin = (build.call(aten.reshape.default, table, [1, -1, width]) for table in tables)
     style = (True,) if interleaved else ()
     tokens_first = build.call(aten.permute.default, x, order)
     rotated = build.call(torch.ops.octavo.rope.default, tokens_first, cos, sin, *style)
@@ -66,13 +77,20 @@ def replacement(build: Builder, found: Match, interleaved: bool = False) -> Node
 
 
 def _pattern(rotated: Any) -> Any:
-    return cast(add(mul(X, Var("cos")), mul(rotated, Var("sin"))))
+    return cast(add(mul(X, COS), mul(rotated, SIN)))
 
 
 NAMES = ("x", "cos", "sin")
 RULES = (
     Rule("fuse_rope", _pattern(ROTATED), replacement, NAMES, reject),
     Rule("fuse_interleaved_rope", _pattern(PAIRS), lambda b, m: replacement(b, m, True), NAMES, reject),
+    Rule(
+        "fuse_half_rope",
+        WRITTEN_OUT,
+        lambda b, m: replacement(b, m, repeats=2),
+        NAMES,
+        lambda m: reject(m, 2),
+    ),
 )
 
 

@@ -17,6 +17,10 @@ from octavo.passes.rewrite import Builder, Site, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
+ELEMENTWISE = (
+    aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten._to_copy.default,
+)  # fmt: skip
+DEEPEST = 5  # calls from a part to a join of rotated halves, conversions included
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def _refusal(
     if len(chain) > 1 and view[:2] != product[:2]:
         return f"the view {view} does not keep the token axes of {product}"
     parts = [user for user in arguments(node)[0].users if user.target is aten.slice.Tensor]
-    joins = [user for part in parts for user in part.users if user.target is aten.cat.default]
+    joins = _joins(parts)
     if joins:
         return f"{joins[0].name} joins the parts again: they are one value, rotated in part, say"
     weight = arguments(linear)[1]
@@ -94,6 +98,17 @@ def _refusal(
         return f"the part goes from {start} to {end}, which are not numbers"
     step = node.args[4] if len(node.args) > 4 else 1
     return f"the part takes every {step}th element" if step != 1 else None
+
+
+def _joins(parts: list[Node]) -> list[Node]:
+    """Every cat of the parts, or of what elementwise arithmetic makes of them."""
+    level = parts
+    found: dict[Node, None] = {}
+    for _ in range(DEEPEST):
+        users = dict.fromkeys(user for node in level for user in node.users)
+        found.update({user: None for user in users if user.target is aten.cat.default})
+        level = [user for user in users if user.target in ELEMENTWISE]
+    return list(found)
 
 
 def _used_whole(linear: Node, chain: list[Node]) -> str | None:

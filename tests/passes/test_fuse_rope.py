@@ -7,6 +7,7 @@ from models import LAYERS
 from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, calls, count
 from torch import fx
 
+from octavo.compiler.verify import prove_report
 from octavo.passes.fuse_rope import fuse_rope
 from octavo.passes.pattern import aten
 from octavo.passes.rule import PassReport, run_pass
@@ -97,6 +98,39 @@ def test_refuses_to_round_and_leaves_the_conversion() -> None:
     graph_module, report = interleaved(result=BF16)
     assert [r.reason for r in report.rejected] == ["the input is torch.float32 and the result torch.bfloat16"]
     assert (report.matched, count(graph_module, aten._to_copy.default)) == (1, 1)
+
+
+def written_out(split: int = 8, swapped: bool = False, axis: int = -1) -> tuple[fx.GraphModule, PassReport]:
+    """Of x (1, T, 16, 16): the halves on their own, with tables (1, T, 1, 8)."""
+    graph = LoweredGraph()
+    x = graph.tokens("x", (16, 16), FP32)
+    cos, sin = (graph.tokens(name, (1, 8), FP32) for name in ("cos", "sin"))
+    first = graph.function(aten.slice.Tensor, x, 3, 0, split)
+    second = graph.function(aten.slice.Tensor, x, 3, split, END)
+
+    def product(half: fx.Node, table: fx.Node) -> fx.Node:
+        return graph.function(aten.mul.Tensor, half, table)
+
+    minus, plus = (aten.add.Tensor, aten.sub.Tensor) if swapped else (aten.sub.Tensor, aten.add.Tensor)
+    left = graph.function(minus, product(first, cos), product(second, sin))
+    right = graph.function(plus, product(second, cos), product(first, sin))
+    graph_module = graph.finish(graph.function(aten.cat.default, [left, right], axis))
+    return graph_module, run_pass(fuse_rope, graph_module)
+
+
+def test_halves_that_are_written_out_fire_with_tables_twice_as_wide() -> None:
+    graph_module, report = written_out()
+    prove_report(report, {})
+    (found,) = calls(graph_module, rope)
+    assert found.args[1].meta["val"].shape[-1] == 16  # type: ignore[union-attr]
+    graph_module, report = after("fuse_rope", "gpt_oss")
+    assert report.matched == count(graph_module, rope) == 4
+    assert_same_numbers(graph_module, "gpt_oss")
+
+
+def test_leaves_halves_turned_the_other_way_or_joined_elsewhere() -> None:
+    assert written_out(swapped=True)[1].matched == 0
+    assert [r.reason for r in written_out(axis=2)[1].rejected] == ["it joins along axis 2, expected the last"]
 
 
 @pytest.mark.parametrize("name", ["llama", "cohere2"])

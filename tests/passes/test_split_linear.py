@@ -151,6 +151,13 @@ def test_refuses_parts_of_a_view(given: dict[str, Any], reason: str) -> None:
     assert reason in report.rejected[0].reason
 
 
+def test_leaves_halves_that_are_rotated_apart_and_joined_again() -> None:
+    _, report = after("split_linear", "gpt_oss")
+    assert report.matched == 0
+    assert len(report.rejected) == 8  # two halves of q and k, in two layers
+    assert all("joins the parts again" in r.reason for r in report.rejected)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_view_that_is_also_read_whole_is_left(turned: bool) -> None:
     _, _, report = viewed(3, 0, 4, turned, whole=True)
