@@ -117,8 +117,9 @@ def _compile(
         # There are no views to keep apart in a functional graph, and a reshape bears any strides.
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-    entry.passes += _rewrite(graph_module, chosen["verify"] != "off")
-    outputs.restore(graph_module)
+    with _outside_of_tracing():
+        entry.passes += _rewrite(graph_module, chosen["verify"] != "off")
+        outputs.restore(graph_module)
     return executable(graph_module, entry, with_kernels=chosen["kernels"])
 
 
@@ -135,18 +136,16 @@ def _rewrite(graph_module: GraphModule, is_verified: bool) -> list[PassReport]:
         if report.changed and step.run is not canonicalize:
             done.append(run_pass(canonicalize, graph_module))
         if is_verified:
-            with _outside_of_tracing():
-                for one in done:
-                    prove_report(
-                        one, proven, f" (after: {', '.join(r.name for r in reports)})" if reports else ""
-                    )
+            context = f" (after: {', '.join(r.name for r in reports)})" if reports else ""
+            for one in done:
+                prove_report(one, proven, context)
         reports.append(report)
     return reports
 
 
 @contextlib.contextmanager
 def _outside_of_tracing() -> Iterator[None]:
-    """Proofs compute with real numbers, in the middle of AOTAutograd's tracing."""
+    """Proofs and masks are computed with real numbers, here in the middle of AOTAutograd's tracing."""
     with _disable_current_modes(), no_python_dispatcher():
         yield
 

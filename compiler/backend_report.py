@@ -117,4 +117,6 @@ def _graph_break(graph_module: torch.fx.GraphModule) -> GraphBreak | None:
         return None
     frames = [frame for frame in reason.user_stack if "/torch/" not in frame.filename]
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
-    return GraphBreak(reason.reason.strip().splitlines()[0], where)
+    # The first two lines say what cannot be traced and why; hints and links follow.
+    lines = [line.strip().removeprefix("Explanation: ") for line in reason.reason.strip().splitlines()]
+    return GraphBreak(": ".join(lines[:2]), where)

@@ -15,6 +15,7 @@ from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, 
 from octavo.compiler.layer_folding import fold, unfold
 from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
+from octavo.compiler.paging_rules import check_paging
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.passes.canonicalize import canonicalize
 from octavo.passes.eliminate_dead_code import eliminate_dead_code
@@ -218,6 +219,8 @@ def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport])
     """The stage's check; its error tells what passes refused up to here, the last first: often the cause."""
     try:
         check(graph_module, step.stage, after=step.name)
+        if step.stage in ("paged", "lowered"):
+            check_paging(graph_module, after=step.name)
     except IllegalGraphError as error:
         refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected]
         raise IllegalGraphError("; ".join([str(error), *refused[:4]])) from None

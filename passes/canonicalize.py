@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo.passes.pattern import arguments, aten
-from octavo.passes.rewrite import Builder, replace
+from octavo.passes.rewrite import Builder, make_site, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -48,7 +48,7 @@ def canonicalize(graph_module: GraphModule) -> PassReport:
         for node in list(graph_module.graph.nodes):
             if node.op == "call_function" and node.users and is_tensor(node):
                 _simplify(graph_module, node, report)
-        merged = _merge_equal_calls(graph_module)
+        merged = _merge_equal_calls(graph_module, report)
         graph_module.graph.eliminate_dead_code()
         changed = report.matched > before or merged
     return report
@@ -291,16 +291,21 @@ def _conversion(node: Node) -> Build | None:
     return Build(lambda b: b.call(aten._to_copy.default, source, dtype=dtype))
 
 
-def _merge_equal_calls(graph_module: GraphModule) -> bool:
-    """Keep one of several calls with the same target and arguments."""
+def _call_key(node: Node) -> Any:
+    return (node.op, node.target, repr(node.args), repr(node.kwargs))
+
+
+def _merge_equal_calls(graph_module: GraphModule, report: PassReport) -> bool:
+    """Keep one of several calls with the same target and arguments: there is a proof if they only look the same."""
     seen: dict[Any, Node] = {}
     merged = False
     for node in list(graph_module.graph.nodes):
         if node.op not in ("call_function", "get_attr") or node.is_impure():
             continue
-        key = (node.op, node.target, repr(node.args), repr(node.kwargs))
-        first = seen.setdefault(key, node)
+        first = seen.setdefault(_call_key(node), node)
         if first is not node:
+            if (node.target, node.args, node.kwargs) != (first.target, first.args, first.kwargs):
+                report.sites.append(make_site([node], [first], node.all_input_nodes))
             node.replace_all_uses_with(first)
             graph_module.graph.erase_node(node)
             merged = True

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from octavo.passes.pattern import is_constant
-from octavo.passes.rewrite import Recipe, collect, extract, held, new_weight
+from octavo.passes.rewrite import Recipe, Site, collect, extract, held, new_weight, where
 from octavo.passes.rule import PassReport
 
 
@@ -19,7 +19,7 @@ def fold_constants(graph_module: GraphModule) -> PassReport:
     """
     report = PassReport("fold_constants")
     values: dict[Node, Any] = {}
-    folded = 0
+    made: list[tuple[Node, Node]] = []
     for node in list(graph_module.graph.nodes):
         if node.op == "get_attr":
             values[node] = held(graph_module, node.target)
@@ -29,11 +29,22 @@ def fold_constants(graph_module: GraphModule) -> PassReport:
     for node, value in values.items():
         is_made = not is_constant(node) and isinstance(value, torch.Tensor)
         if is_made and any(u not in values for u in node.users):
-            _replace_with_weight(graph_module, node, value.contiguous())
-            folded += 1
+            made.append((node, _replace_with_weight(graph_module, node, value.contiguous())))
+    # Once all are there: a weight that took another's name would show in the other's proof.
+    report.sites += [_site(graph_module, node, weight) for node, weight in made]
     graph_module.graph.eliminate_dead_code()
-    report.notes["folded"] = folded
+    report.notes["folded"] = len(made)
     return report
+
+
+def _site(graph_module: GraphModule, node: Node, weight: Node) -> Site:
+    """The computation and what is kept of it, for the weights' own values: they are proven bit for bit."""
+    leaves = [*collect([node], [])[0], weight]
+    constants = {leaf.name: held(graph_module, str(leaf.target)) for leaf in leaves}
+    return Site(
+        node.name, where(node), extract([node], leaves), extract([weight], leaves),
+        tuple(leaf.meta.get("val") for leaf in leaves), constants, f"constant {weight.target}", weight.name,
+    )  # fmt: skip
 
 
 def _evaluated(node: Node, values: dict[Node, Any]) -> Any:
@@ -53,7 +64,7 @@ def _has_only(values: dict[Node, Any], node: Node) -> bool:
     return bool(node.all_input_nodes) and all(n in values for n in node.all_input_nodes)
 
 
-def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Tensor) -> None:
+def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Tensor) -> Node:
     leaves, _ = collect([node], [])
     alone = extract([node], leaves)
 
@@ -62,7 +73,9 @@ def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Ten
         return result.contiguous()  # type: ignore[no-any-return]
 
     recipe = Recipe(tuple(str(leaf.target) for leaf in leaves), make)
-    node.replace_all_uses_with(new_weight(graph_module, constant_name(node), value, recipe))
+    weight = new_weight(graph_module, constant_name(node), value, recipe)
+    node.replace_all_uses_with(weight)
+    return weight
 
 
 def constant_name(node: Node) -> str:
