@@ -1,39 +1,30 @@
 """softmax(mask(q k^T * scale)) v, as products or as scaled_dot_product_attention  ->  octavo.attention.
 
 From each softmax the walk goes up to the product of q and k, collecting scale, soft-cap and masks, and down
-to the product with v. A mask is not trusted to be causal: its own nodes are evaluated and compared with the
-predicate. Heads repeated for grouped queries are undone. Not matched: masks that depend on tokens, additive
-biases, sinks.
+to the product with v. What masks and biases mean is `classify_mask`'s to say. Heads repeated for grouped
+queries are undone; a column of scores that is joined before the softmax and cut off after it is a sink.
 """
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
-from octavo.compiler.ops.attention import may_attend
+from octavo.passes.classify_mask import FORBIDDEN, Refused, classify
 from octavo.passes.pattern import arguments, aten, describe
-from octavo.passes.rewrite import Builder, collect, extract, held, replace
+from octavo.passes.rewrite import Builder, Recipe, content, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 SDPA = aten.scaled_dot_product_attention.default
 CASTS = (aten._to_copy.default,)
+MAXIMA = (aten.amax.default, aten.max.dim)
 HEADS_FIRST, SWAP_LAST, HEADS_TOKENS = [0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3]
-# Read the shape of what they are given, never its values.
-SHAPES_ONLY = (
-    aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
-    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default,
-)  # fmt: skip
 LARGEST_PROBE = 4097
-FORBIDDEN = -1e4  # additive masks mean "never" by anything below
-
-
-class Refused(Exception):
-    """Why a place that looks like attention was left alone."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,10 @@ class Operand:
 
 @dataclass
 class Core:
-    """One attention that ends in `root`; masks are (node, kind) with kind add, keep or drop."""
+    """One attention that ends in `root`; masks are (node, kind) with kind add, keep or drop.
+
+    cut  the last column of the weights is dropped, which a sink must have brought
+    """
 
     root: Node
     q: Operand = field(init=False)
@@ -66,6 +60,9 @@ class Core:
     softcap: float = 0.0
     causal: bool = False
     window: int = 0
+    sinks: Node | None = None
+    slopes: torch.Tensor | None = None
+    cut: bool = False
     masks: list[tuple[Node, str]] = field(default_factory=list)
 
 
@@ -102,21 +99,33 @@ def from_sdpa(node: Node) -> Core:
 def from_softmax(node: Node) -> Core:
     if node.args[1] not in (-1, 3):
         raise Refused(f"softmax over axis {node.args[1]}, not over the keys")
-    core = Core(_product_below(node))
+    root, cut = _product_below(node)
+    core = Core(root, cut=cut)
     core.v = _operand(core.root.args[1], HEADS_FIRST)
     product = _walk_up(node.args[0], core)
+    if core.cut and core.sinks is None:
+        raise Refused("the weights of the last key are dropped, which is no sink")
     core.q, core.k = _operand(product.args[0], HEADS_FIRST, core), _operand(product.args[1], SWAP_LAST, core)
     return core
 
 
-def _product_below(node: Node) -> Node:
-    """The product of the weights with v, past conversions."""
-    users = list(node.users)
-    while len(users) == 1 and users[0].target in CASTS:
+def _product_below(node: Node) -> tuple[Node, bool]:
+    """The product of the weights with v, past conversions; and whether the last column was cut off on the way."""
+    users, cut = list(node.users), False
+    while len(users) == 1 and (users[0].target in CASTS or _cuts_last(users[0])):
+        cut = cut or users[0].target not in CASTS
         node, users = users[0], list(users[0].users)
     if len(users) != 1 or users[0].target is not aten.matmul.default or users[0].args[0] is not node:
         raise Refused(f"the weights go to {[describe(u) for u in users]}, not into one product with v")
-    return users[0]
+    return users[0], cut
+
+
+def _cuts_last(node: Node) -> bool:
+    """x[..., :-1], or as many as there are keys."""
+    if node.target is not aten.slice.Tensor or node.args[1] not in (-1, 3):
+        return False
+    whole, part = (value.meta["val"].shape[-1] for value in (node.args[0], node))  # type: ignore[union-attr]
+    return bool(node.args[2] == 0) and str(whole - part) == "1"
 
 
 def _walk_up(value: Any, core: Core) -> Node:
@@ -140,6 +149,11 @@ def _step_up(node: Node, core: Core) -> Any:
         # What was multiplied on so far is the cap; what follows inside completes the scale.
         core.softcap = core.scale
         return first
+    if node.target is aten.sub.Tensor and _is_maximum(rest[0], first):
+        return first
+    if node.target is aten.cat.default and core.cut:
+        core.sinks = _sink(node, core)
+        return first[0]  # type: ignore[index]
     if node.target is aten.add.Tensor:
         inner, mask = (first, rest[0]) if _reaches_product(first) else (rest[0], first)
         if not isinstance(mask, Node) or _reaches_product(mask):
@@ -155,6 +169,28 @@ def _step_up(node: Node, core: Core) -> Any:
         core.masks.append((first, "keep"))  # type: ignore[arg-type]
         return rest[0]
     raise Refused(f"{describe(node)} stands between the scores and the softmax")
+
+
+def _is_maximum(value: Any, scores: Any) -> bool:
+    """The largest score of each query, which cancels in the softmax."""
+    if isinstance(value, Node) and value.target is operator.getitem:
+        value = value.args[0]
+    return isinstance(value, Node) and value.target in MAXIMA and value.args[0] is scores
+
+
+def _sink(node: Node, core: Core) -> Node:
+    """The weight (heads,) that the joined column of scores repeats."""
+    parts = arguments(node)[0]
+    column = parts[1] if len(parts) == 2 else None
+    while isinstance(column, Node) and column.target in (aten.expand.default, aten.reshape.default, *CASTS):
+        column = column.args[0]
+    if core.scale != 1.0 or core.masks or core.softcap:
+        raise Refused("scales or masks are applied after a sink is joined")
+    if not isinstance(column, Node) or column.op != "get_attr" or column.meta["val"].dim() != 1:
+        raise Refused(
+            f"{describe(node)} joins {len(parts)} parts, the last of which is no weight with one element a head"
+        )
+    return column
 
 
 def _reaches_product(value: Any, depth: int = 12) -> bool:
@@ -241,79 +277,28 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
     if not core.masks:
         return
     length = keys if isinstance(keys, int) else min(max_model_len, LARGEST_PROBE)
-    allowed = torch.ones(length, length, dtype=torch.bool)
-    for node, kind in core.masks:
-        allowed &= _allowed(_evaluate(graph_module, node, length), kind, node)
-    positions = torch.arange(length)
-    window = int(allowed[-1].sum())
-    for causal, size in ((True, 0), (True, window), (False, 0)):
-        if torch.equal(allowed, may_attend(positions, positions, causal, size)):
-            core.causal, core.window = core.causal or causal, size if size < length else 0
-            return
-    raise Refused(
-        f"the mask {', '.join(n.name for n, _ in core.masks)} is neither causal nor a sliding window: "
-        f"over {length} positions it allows {int(allowed.sum())} pairs, causal would allow "
-        f"{length * (length + 1) // 2}"
-    )
-
-
-def _evaluate(graph_module: GraphModule, node: Node, length: int) -> torch.Tensor:
-    """The mask for one sequence. It may depend on length, positions and constants, never on tokens."""
-    if _reads_tokens(node):
-        raise Refused(f"the mask {node.name} depends on tokens, not on positions alone")
-    leaves = collect([node], [])[0]
-    values: list[torch.Tensor] = []
-    for leaf in leaves:
-        if leaf.op == "get_attr":
-            values.append(held(graph_module, str(leaf.target)))
-        else:
-            values.append(
-                torch.arange(length)[None] if leaf.name == "position_ids" else torch.zeros(1, length).long()
-            )
-    with torch.no_grad():
-        (mask,) = Interpreter(extract([node], leaves)).run(*values)
-    return mask  # type: ignore[no-any-return]
-
-
-def _reads_tokens(node: Node) -> bool:
-    """Whether a value comes from input_ids by more than shapes."""
-    pending, seen = [node], {node}
-    while pending:
-        node = pending.pop()
-        if node.op == "placeholder" and node.name != "position_ids":
-            return True
-        inputs = [] if node.target in SHAPES_ONLY else node.all_input_nodes
-        pending += [n for n in inputs if n not in seen]
-        seen.update(inputs)
-    return False
-
-
-def _allowed(mask: torch.Tensor, kind: str, node: Node) -> torch.Tensor:
-    """(T, T) bool: which keys a query may see."""
-    if mask.dim() > 2 and (mask != mask.reshape(-1, *mask.shape[-2:])[0]).any():
-        raise Refused(
-            f"the mask {node.name} differs between heads or sequences: it is a bias, shape "
-            f"{tuple(mask.shape)}"
-        )
-    plane = mask.reshape(-1, *mask.shape[-2:])[0] if mask.dim() > 2 else mask
-    if kind == "add":
-        biases = plane[plane > FORBIDDEN]
-        if biases.numel() and float(biases.abs().max()) > 0.0:
-            raise Refused(
-                f"the mask {node.name} adds up to {float(biases.abs().max()):.3g} to allowed scores"
-            )
-        return plane > FORBIDDEN
-    return plane.bool() if kind == "keep" else ~plane.bool()
+    mask = classify(graph_module, core.masks, heads, length)
+    core.causal, core.window, core.slopes = core.causal or mask.causal, mask.window, mask.slopes
 
 
 def _replace(graph_module: GraphModule, core: Core) -> Any:
     if not math.isfinite(core.scale):
         raise Refused(f"the scale is {core.scale}")
 
+    slopes = [] if core.slopes is None else [_weight_of(graph_module, core.slopes)]
+
     def build(b: Builder) -> list[Node]:
         q, k, v = (operand.tokens_first(b) for operand in (core.q, core.k, core.v))
         options = (core.scale, core.causal, core.window, core.softcap)
-        out = b.call(octavo.attention.default, q, k, v, None, *options)
+        out = b.call(octavo.attention.default, q, k, v, core.sinks, *options, *slopes)
         return [b.call(aten.permute.default, out, HEADS_TOKENS)]
 
-    return replace(graph_module, [core.root], build, [core.q.node, core.k.node, core.v.node])
+    sinks = [core.sinks] if core.sinks is not None else []
+    return replace(graph_module, [core.root], build, [core.q.node, core.k.node, core.v.node, *sinks])
+
+
+def _weight_of(graph_module: GraphModule, slopes: torch.Tensor) -> Node:
+    """One weight for equal slopes of all layers."""
+    name = f"slopes.s{content(slopes)}"
+    known = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == name]
+    return known[0] if known else new_weight(graph_module, name, slopes, Recipe((), lambda _: slopes))
