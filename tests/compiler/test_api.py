@@ -160,7 +160,7 @@ def test_refuses_a_tokenizer_without_its_own_file() -> None:
 def test_refuses_models_that_cannot_be_paged() -> None:
     for name, error, said in (
         ("none", PassError, "TinyLM has no attention"),
-        ("prefix", PassError, "is neither causal nor a sliding window"),
+        ("prefix", PassError, "is prefix-LM: query i sees key j > i for j < 3"),
     ):
         with pytest.raises(error, match=said):
             octavo.compile(tiny(name), max_model_len=LONGEST)
