@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import ARCHITECTURES, build
+from zoo import ARCHITECTURES, MIXTURES, build
 
 import octavo
 
@@ -36,7 +36,7 @@ def table(print_at_end: Callable[[str, list[str]], None]) -> Any:
     print_at_end("zoo: layers found of those expected", [head, *ROWS])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MIXTURES])
 def test_zoo(name: str) -> None:
     model = build(name)
     start = time.perf_counter()
