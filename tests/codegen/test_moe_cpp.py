@@ -1,41 +1,26 @@
 """The C++ router and mixture of experts: against the references in fp64, and bitwise the same in any batch."""
 
-from dataclasses import dataclass
-from functools import cache
+import ctypes
+import operator
 
 import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
+from experts import NAMES, Layer, Routing, moe_spec, parameters, router_spec
 from lowered import LoweredGraph
-from torch import Tensor
+from torch import Tensor, fx
 
-from octavo.codegen.kernel import KernelSpec
+from octavo.codegen.build_cpp import build_program
+from octavo.codegen.emit import emit
+from octavo.codegen.row import op_name
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.expression import evaluate
+from octavo.compiler.program import DIMS
+from octavo.passes.plan_memory import plan_memory
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (FP32, BF16)
 Given = tuple[Tensor, Tensor, Tensor]  # x, experts, weights
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Attributes of a router; has_bias stands for the argument."""
-
-    experts: int
-    top_k: int
-    scoring: str
-    renormalize: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    group_score: str = "max"
-    scaling: float = 1.0
-    has_bias: bool = False
-
-    @property
-    def attributes(self) -> tuple[int | str | bool | float, ...]:
-        return (self.top_k, self.scoring, self.renormalize, self.num_groups, self.top_groups, self.group_score,
-                self.scaling)  # fmt: skip
 
 
 ROUTERS = (
@@ -49,30 +34,6 @@ ROUTERS = (
 )
 
 
-@cache
-def router_spec(routing: Routing, dtype: torch.dtype) -> KernelSpec:
-    graph = LoweredGraph()
-    graph.input("input_ids")
-    logits = graph.tokens("logits", (routing.experts,), dtype)
-    bias = graph.weight("bias", torch.zeros(routing.experts)) if routing.has_bias else None
-    return cpp_spec(graph.call("router", logits, bias, *routing.attributes))
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Sizes and attributes of a mixture of experts."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    activation: str = "silu"
-    limit: float = 0.0
-    alpha: float = 0.0
-    has_bias: bool = False
-
-
-NAMES = ("gate_up", "gate_up_bias", "down", "down_bias")
 LAYERS = (
     Layer(4, 2, 64, 48),
     Layer(7, 3, 37, 29, "gelu", has_bias=True),
@@ -81,34 +42,6 @@ LAYERS = (
     Layer(8, 4, 96, 40, "swiglu_oai", limit=1.5, alpha=1.702, has_bias=True),
     Layer(2, 2, 2880, 773, "swiglu_oai", limit=7.0, alpha=1.702, has_bias=True),
 )
-
-
-@cache
-def moe_spec(layer: Layer, dtype: torch.dtype) -> KernelSpec:
-    graph = LoweredGraph()
-    graph.input("input_ids")
-    x = graph.tokens("x", (layer.hidden,), dtype)
-    experts = graph.tokens("experts", (layer.top_k,), torch.int64)
-    weights = graph.tokens("weights", (layer.top_k,), FP32)
-    given = {name: graph.weight(name, value) for name, value in parameters(layer, dtype).items()}
-    values = [given.get(name) for name in NAMES]
-    return cpp_spec(
-        graph.call("moe", x, experts, weights, *values, layer.activation, layer.limit, layer.alpha)
-    )
-
-
-@cache
-def parameters(layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
-    torch.manual_seed(layer.hidden)
-    rows = 2 * layer.intermediate
-    values = {
-        "gate_up": torch.randn(layer.experts, rows, layer.hidden) / layer.hidden**0.5,
-        "gate_up_bias": torch.randn(layer.experts, rows),
-        "down": torch.randn(layer.experts, layer.hidden, layer.intermediate) / layer.intermediate**0.5,
-        "down_bias": torch.randn(layer.experts, layer.hidden),
-    }
-    kept = {name: value for name, value in values.items() if layer.has_bias or "bias" not in name}
-    return {name: guarded(value.to(dtype)) for name, value in kept.items()}
 
 
 @pytest.fixture(scope="module", params=RUNNABLE)
@@ -254,57 +187,58 @@ def test_an_expert_that_does_not_exist_is_an_error(kernels: KernelLibrary) -> No
         assert kernels(spec, given, [2]) == 6
 
 
-def test_bytes_count_the_experts_that_can_be_reached() -> None:
-    spec = moe_spec(LAYERS[0], BF16)
-    expert, token = 3 * 64 * 48 * 2, 2 * 64 * 2 + 2 * 12
-    assert [evaluate(spec.bytes, {"T": t}) for t in (1, 2, 9)] == [
-        token + 2 * expert, 2 * token + 4 * expert, 9 * token + 4 * expert,
-    ]  # fmt: skip
-    assert evaluate(spec.flops, {"T": 3}) == 3 * 2 * 2 * 3 * 64 * 48
-
-
-@pytest.mark.parametrize(
-    ("routing", "message"),
-    [
-        (Routing(8, 9, "softmax"), "top_k must be 1 to 8, the number of experts, got 9"),
-        (Routing(8, 2, "tanh"), "scoring must be one of softmax, sigmoid, softmax_selected, got 'tanh'"),
-        (Routing(9, 2, "softmax", num_groups=2), "experts must be a multiple of groups, got 9 and 2"),
-        (Routing(8, 2, "softmax", num_groups=2, top_groups=3), "top_groups must be 1 to 2, .* got 3"),
-        (
-            Routing(8, 2, "softmax", num_groups=2, group_score="min"),
-            "group_score must be one of top2_sum, max",
-        ),
-        (Routing(8, 2, "softmax", num_groups=8, group_score="top2_sum"), "got 8 experts in 8 groups"),
-        (Routing(5000, 2, "softmax"), "at most 4096 experts, got 5000"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_router_refuses(routing: Routing, message: str) -> None:
+def small_model(layer: Layer, dtype: torch.dtype) -> fx.GraphModule:
+    """Embedding, two mixtures of experts with their routers, and logits."""
     graph = LoweredGraph()
-    graph.input("input_ids")
-    node = graph.tokens("logits", (routing.experts,), FP32)
-    call = graph.graph.call_function(torch.ops.octavo.router.default, (node, None, *routing.attributes))
-    call.meta["val"] = (node.meta["val"][..., :2], node.meta["val"][..., :2])
-    with pytest.raises(CodegenError, match=message):
-        cpp_spec(call)
+    ids, rows = graph.input("input_ids"), graph.input("logit_rows")
+    torch.manual_seed(0)
+    total = graph.call("embedding", ids, graph.weight("table", torch.randn(11, layer.hidden).to(dtype)))
+    for i in range(2):
+        gates = graph.weight(f"{i}.router", torch.randn(layer.experts, layer.hidden).to(dtype))
+        routed = graph.call(
+            "router", graph.call("linear", total, gates), None, layer.top_k, "softmax", True, 1, 1, "max", 1.0
+        )
+        weights, experts = (graph.function(operator.getitem, routed, index) for index in range(2))
+        given = {
+            name: graph.weight(f"{i}.{name}", value * (i + 1))
+            for name, value in parameters(layer, dtype).items()
+        }
+        values = [given.get(name) for name in NAMES]
+        mixed = graph.call(
+            "moe", total, experts, weights, *values, layer.activation, layer.limit, layer.alpha
+        )
+        total = graph.call("add", total, mixed)
+    logits = graph.call("gather_logits", total, rows)
+    return graph.finish(
+        graph.call("linear", logits, graph.weight("head", torch.randn(11, layer.hidden).to(dtype)))
+    )
 
 
-def test_moe_refuses() -> None:
-    with pytest.raises(CodegenError, match=r"activation must be one of silu, .*, swiglu_oai, got 'swish'"):
-        moe_spec(Layer(2, 1, 16, 16, "swish"), FP32)
-    with pytest.raises(CodegenError, match="expected fp32 or bf16, one for all, got x float16"):
-        moe_spec(Layer(2, 1, 16, 16), torch.float16)
-    graph = LoweredGraph()
-    graph.input("input_ids")
-    x, slots = graph.tokens("x", (16,), FP32), graph.tokens("experts", (2,), torch.int64)
-    weights = [
-        graph.weight("g", torch.zeros(4, 30, 16)),
-        None,
-        graph.weight("d", torch.zeros(4, 16, 16)),
-        None,
+def test_step_of_a_graph_of_two_mixtures() -> None:
+    """Scratch lies in the workspace behind all values, each layer's in the same place."""
+    layer, tokens = LAYERS[4], 9
+    module = small_model(layer, FP32)
+    specs = {node: cpp_spec(node) for node in module.graph.nodes if op_name(node)}
+    program = emit(module, specs, plan_memory(module.graph), 16)
+    library = ctypes.CDLL(str(build_program(program, specs.values(), RUNNABLE[0])))
+    ids, rows, logits = torch.arange(tokens), torch.tensor([0, 8, 3]), torch.zeros(3, 11)
+    sizes = {"T": tokens, "R": 1, "L": 3, "P": 1, "num_pages": 1}
+    tensors = {"input_ids": ids, "logit_rows": rows, "logits": logits}
+    workspace = torch.full((evaluate(program.workspace, sizes) // 4,), float("nan"))
+    used = [
+        tensors[b.name] if b.name in tensors else operator.attrgetter(b.name)(module)
+        for b in program.buffers
+        if b.kind != "workspace"
     ]
-    node = graph.call("moe", x, slots, graph.tokens("weights", (2,), FP32), *weights, "silu", 0.0, 0.0)
-    with pytest.raises(
-        CodegenError, match=r"gate_up must be \(4, 32, 16\) as down and x say, got \(4, 30, 16\)"
-    ):
-        cpp_spec(node)
+    addresses = (ctypes.c_void_p * (len(used) + 1))(*(t.data_ptr() for t in (*used, workspace)))
+    dims = (ctypes.c_int64 * len(DIMS))(*(sizes[name] for name in DIMS))
+    assert library.octavo_step(dims, addresses, 2) == 0
+    (expected,) = module(ids[None], rows)
+    assert torch.allclose(logits, expected[0], rtol=1e-4, atol=1e-4)
+    orders = [buffer.offset for buffer in program.buffers if buffer.name.endswith(".order")]
+    assert len(orders) == 2 and len(set(orders)) == 1
+
+
+def test_router_refuses_more_experts_than_a_stack_holds() -> None:
+    with pytest.raises(CodegenError, match="at most 4096 experts, got 5000"):
+        router_spec(Routing(5000, 2, "softmax"), FP32)
