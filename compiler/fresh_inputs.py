@@ -134,6 +134,9 @@ def _value(
         return distinct_floats(shape, example.dtype, generator)
     if example.dtype.is_floating_point:
         return random_floats(shape, example.dtype, generator)
+    if example.dtype.is_complex:
+        parts = [random_floats(shape, example.dtype.to_real(), generator) for _ in range(2)]
+        return torch.complex(*parts)
     if example.dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     return torch.randint(0, _rows(graph_module, name), shape, generator=generator).to(example.dtype)

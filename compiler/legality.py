@@ -15,6 +15,7 @@ KERNELS = frozenset(
     for name in (
         "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write",
         "paged_attention", "act_mul", "gather_logits", "add", "layer_norm", "pointwise",
+        "head_linear", "latent_write", "paged_mla_attention",
         "router", "moe",
     )
 )  # fmt: skip
@@ -30,6 +31,7 @@ REMOVED = frozenset(
 ATTENTION = frozenset(
     ("octavo::attention", "aten::softmax", "aten::_softmax", "aten::scaled_dot_product_attention")
 )
+LATENT = frozenset(("octavo::mla_attention", "octavo::latent_attention"))
 
 # None: anything may remain. Otherwise the ops that must be gone, or the only ones that may stay.
 LEGAL: dict[Stage, frozenset[str] | None] = {
@@ -37,7 +39,7 @@ LEGAL: dict[Stage, frozenset[str] | None] = {
 }  # fmt: skip
 ILLEGAL: dict[Stage, frozenset[str]] = {
     "captured": frozenset(), "canonical": REMOVED, "fused": REMOVED | (ATTENTION - {"octavo::attention"}),
-    "paged": REMOVED | ATTENTION, "lowered": frozenset(),
+    "paged": REMOVED | ATTENTION | LATENT, "lowered": frozenset(),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.paging_rules import check_paging
 from octavo.compiler.verify import Evidence, prove_report
+from octavo.passes.absorb_mla import absorb_mla
 from octavo.passes.canonicalize import canonicalize
 from octavo.passes.eliminate_dead_code import eliminate_dead_code
 from octavo.passes.fold_constants import fold_constants
@@ -25,6 +26,8 @@ from octavo.passes.fuse_add_norm import fuse_add_norm
 from octavo.passes.fuse_attention import fuse_attention
 from octavo.passes.fuse_gated_mlp import fuse_gated_mlp
 from octavo.passes.fuse_layer_norm import fuse_layer_norm
+from octavo.passes.fuse_mla import fuse_mla
+from octavo.passes.fuse_pair_rope import fuse_pair_rope
 from octavo.passes.fuse_partial_rope import fuse_partial_rope
 from octavo.passes.fuse_rms_norm import fuse_rms_norm
 from octavo.passes.fuse_rope import fuse_rope
@@ -32,7 +35,9 @@ from octavo.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from octavo.passes.fuse_router import fuse_router
 from octavo.passes.hoist_transposes import hoist_transposes
 from octavo.passes.insert_paged_kv import insert_paged_kv
+from octavo.passes.join_scatters import join_scatters
 from octavo.passes.lower_elementwise import lower_elementwise
+from octavo.passes.lower_transposes import lower_transposes
 from octavo.passes.merge_gate_up import merge_gate_up
 from octavo.passes.merge_qkv import merge_qkv
 from octavo.passes.rule import Pass, PassReport, run_pass
@@ -66,6 +71,7 @@ class Step:
 PIPELINE: tuple[Step, ...] = (
     Step(canonicalize, "canonical"),  # assertions and copies are extra users that block every larger match
     Step(fold_constants, "canonical"),  # transposed weights are weights
+    Step(join_scatters, "canonical"),  # before split_linear, which asks where parts go
     Step(split_linear, "canonical"),
     Step(fold_constants, "canonical"),  # parts of weights are weights
     Step(eliminate_dead_code, "canonical"),
@@ -73,9 +79,13 @@ PIPELINE: tuple[Step, ...] = (
     Step(fuse_layer_norm, "canonical"),  # before rms_norm, which would take its second half
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
+    Step(fuse_pair_rope, "canonical"),
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
     Step(hoist_transposes, "fused"),  # what per-head norms and partial rotations left between transposes
     Step(fuse_partial_rope, "fused"),
+    Step(fuse_mla, "fused"),
+    Step(split_linear, "fused"),  # q's plain and rotated parts, which the join before attention kept together
+    Step(absorb_mla, "fused"),
     Step(fuse_gated_mlp, "fused"),
     Step(fold_position_tables, "fused", ("max_model_len",)),  # after masks, which positions make too
     Step(insert_paged_kv, "paged", ("page_size",)),
@@ -83,6 +93,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(merge_gate_up, "paged"),
     Step(fuse_rope_kv_write, "paged"),  # after merge_qkv: reads the parts of the merged projection in place
     Step(fuse_add_norm, "paged"),
+    Step(lower_transposes, "paged"),
     Step(lower_elementwise, "paged"),  # after every fusion that wants a plain sum
     Step(fold_constants, "paged"),  # the weights that the merges joined
     Step(eliminate_dead_code, "lowered"),
@@ -216,14 +227,14 @@ def _after(done: Sequence[PassReport]) -> str:
 
 
 def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport]) -> None:
-    """The stage's check; its error tells what passes refused up to here, the last first: often the cause."""
+    """The stage's check; its error tells what passes refused first up to here, the last pass first: often the cause."""
     try:
         check(graph_module, step.stage, after=step.name)
         if step.stage in ("paged", "lowered"):
             check_paging(graph_module, after=step.name)
     except IllegalGraphError as error:
-        refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected]
-        raise IllegalGraphError("; ".join([str(error), *refused[:4]])) from None
+        refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected[:1]]
+        raise IllegalGraphError("; ".join([str(error), *refused[:6]])) from None
 
 
 def attentions(graph_module: GraphModule) -> list[str]:

@@ -27,6 +27,10 @@ from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
+PAGED = (
+    (octavo.attention.default, octavo.paged_attention.default),
+    (octavo.latent_attention.default, octavo.paged_mla_attention.default),
+)
 TOKENS = (5, 11)  # sizes of the symbolic axis; neither is the one that models are captured with
 SAFETY = 16.0  # the arithmetic's worst case is a bound for one order of summation, not for all
 
@@ -126,7 +130,7 @@ def _prove_shapes(site: Site, inputs: list[Tensor]) -> Evidence:
 def _inserts_pages(site: Site) -> bool:
     before = {n.target for n in site.before.graph.nodes}
     after = {n.target for n in site.after.graph.nodes}
-    return octavo.attention.default in before and octavo.paged_attention.default in after
+    return any(captured in before and paged in after for captured, paged in PAGED)
 
 
 def _prove_paging(site: Site) -> Evidence:
@@ -240,6 +244,8 @@ def _wide_dtype(value: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype.is_complex:
+        return value.to(torch.complex128)
     return value.double() if isinstance(value, Tensor) and value.dtype.is_floating_point else value
 
 

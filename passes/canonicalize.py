@@ -71,6 +71,7 @@ def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None
         _square,
         _slices,
         _join,
+        _expand,
         _product,
         _conversion,
     ):
@@ -228,6 +229,18 @@ def _join(node: Node) -> Build | None:
     if len(kept) == 1:
         return Build(lambda _: kept[0])
     return Build(lambda b: b.call(aten.cat.default, kept, axis)) if 0 < len(kept) < len(parts) else None
+
+
+def _expand(node: Node) -> Build | None:
+    """Axes that an expand adds in front are axes of size one first."""
+    if node.target is not aten.expand.default:
+        return None
+    source, sizes = arguments(node)[:2]
+    missing = len(shape(node)) - len(shape(source))
+    ones = target_sizes((1,) * missing + shape(source))
+    if missing == 0 or ones is None:
+        return None
+    return Build(lambda b: b.call(aten.expand.default, b.call(aten.reshape.default, source, ones), sizes))
 
 
 def _square(node: Node) -> Build | None:

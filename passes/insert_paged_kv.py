@@ -1,8 +1,9 @@
-"""octavo.attention  ->  octavo.kv_write and octavo.paged_attention.
+"""octavo.attention  ->  octavo.kv_write and octavo.paged_attention; octavo.latent_attention  ->  octavo.latent_write
+and octavo.paged_mla_attention.
 
-The graph gets the step's inputs and one pair of caches a layer. Afterwards a step holds the tokens of any
-number of sequences. The logits are wanted of some rows only, so the gather goes in front of the last matrix
-product. Not matched: attention that is not causal (Kwon et al. 2023).
+The graph gets the step's inputs and one pair of caches a layer, one cache where it holds latents. Afterwards a step
+holds the tokens of any number of sequences. The logits are wanted of some rows only, so the gather goes in front of
+the last matrix product. Not matched: attention that is not causal (Kwon et al. 2023).
 """
 
 from typing import Any
@@ -19,21 +20,29 @@ from octavo.passes.rule import PassReport, Rule, apply_rule
 
 octavo = torch.ops.octavo
 ATTENTION_ARGS = ("q", "k", "v", "sinks", "scale", "causal", "window", "softcap", "slopes")
+LATENT_ARGS = ("q_latent", "q_rope", "latent", "k_rope", "scale", "causal", "window", "softcap")
+ATTENTIONS: dict[Any, tuple[str, ...]] = {
+    octavo.attention.default: ATTENTION_ARGS,
+    octavo.latent_attention.default: LATENT_ARGS,
+}
 DEFAULTS: dict[str, Any] = {"causal": True, "window": 0, "softcap": 0.0, "slopes": None}
 # Sizes differ from each other so that no two symbols are taken for one.
 INTEGER_INPUTS = {"page_table": (3, 5), "seq_lens": (3,), "cu_seqlens_q": (4,)}
 
 
 def insert_paged_kv(graph_module: GraphModule, page_size: int) -> PassReport:
-    """page_size in tokens. Adds placeholders: those of program.STEP_INPUTS, then k_cache_0, v_cache_0, ..."""
+    """page_size in tokens. Adds placeholders: those of program.STEP_INPUTS, then k_cache_0, v_cache_0, ...
+
+    A layer with latents has no v_cache: its one cache, k_cache_i, holds a latent and a rotated key part a token.
+    """
     report = PassReport("insert_paged_kv", "reassociates")
-    attentions = [n for n in graph_module.graph.nodes if n.target is octavo.attention.default]
+    attentions = [n for n in graph_module.graph.nodes if n.target in ATTENTIONS]
     if not attentions:
         return report
     inputs = _add_step_inputs(graph_module)
     caches = [_add_caches(graph_module, i, node, page_size) for i, node in enumerate(attentions)]
-    for node, (k_cache, v_cache) in zip(attentions, caches, strict=True):
-        _page(graph_module, node, k_cache, v_cache, inputs, report)
+    for node, own in zip(attentions, caches, strict=True):
+        _page(graph_module, node, own, inputs, report)
     _gather(graph_module, inputs["logit_rows"], report)
     return report
 
@@ -80,40 +89,48 @@ def _symbolic(
     )
 
 
-def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: int) -> tuple[Node, Node]:
-    mode = fake_mode(graph_module)
+def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: int) -> list[Node]:
+    values = _values(node)
+    if "latent" in values:
+        latent, k_rope = values["latent"].meta["val"], values["k_rope"].meta["val"]
+        shapes = {"k": (1, latent.shape[2] + k_rope.shape[2])}
+    else:
+        shapes = {name: tuple(values[name].meta["val"].shape[2:]) for name in "kv"}
+    dtype = values["latent" if "latent" in values else "k"].meta["val"].dtype
     caches = []
-    for kind, argument in (("k", node.args[1]), ("v", node.args[2])):
-        assert isinstance(argument, Node)
-        value = argument.meta["val"]
-        sizes = (4, value.shape[2], page_size, value.shape[3])
+    for kind, (heads, width) in shapes.items():
         name = f"{kind}_cache_{index}"
         last = [n for n in graph_module.graph.nodes if n.op == "placeholder"][-1]
-        cache = _symbolic(mode, name, sizes, value.dtype, static=(1, 2, 3))
+        sizes = (4, heads, page_size, width)
+        cache = _symbolic(fake_mode(graph_module), name, sizes, dtype, static=(1, 2, 3))
         caches.append(_placeholder(graph_module, name, cache, after=last))
-    return caches[0], caches[1]
+    return caches
+
+
+def _values(node: Node) -> dict[str, Any]:
+    """Arguments of an attention by name."""
+    return {**DEFAULTS, **dict(zip(ATTENTIONS[node.target], node.args, strict=False))}
 
 
 def _page(
-    graph_module: GraphModule,
-    node: Node,
-    k_cache: Node,
-    v_cache: Node,
-    inputs: dict[str, Node],
-    report: PassReport,
+    graph_module: GraphModule, node: Node, caches: list[Node], inputs: dict[str, Node], report: PassReport
 ) -> None:
-    values = {**DEFAULTS, **dict(zip(ATTENTION_ARGS, node.args, strict=False))}
+    values = _values(node)
     if not values["causal"]:
         report.reject(node, "attention is not causal: later tokens would change the pages of earlier ones")
         return
+    step = (inputs["page_table"], inputs["seq_lens"], inputs["cu_seqlens_q"])
+    options = (values["scale"], values["window"], values["softcap"])
 
     def build(b: Builder) -> list[Node]:
-        k, v = values["k"], values["v"]
-        b.effect(octavo.kv_write.default, k, v, k_cache, v_cache, inputs["slot_mapping"])
-        table = (inputs["page_table"], inputs["seq_lens"], inputs["cu_seqlens_q"])
+        if "latent" in values:
+            written, queries = (values["latent"], values["k_rope"]), (values["q_latent"], values["q_rope"])
+            b.effect(octavo.latent_write.default, *written, *caches, inputs["slot_mapping"])
+            return [b.call(octavo.paged_mla_attention.default, *queries, *caches, *step, *options)]
+        b.effect(octavo.kv_write.default, values["k"], values["v"], *caches, inputs["slot_mapping"])
         bias = () if values["slopes"] is None else (values["slopes"],)
-        rest = (values["sinks"], values["scale"], values["window"], values["softcap"], *bias)
-        return [b.call(octavo.paged_attention.default, values["q"], k_cache, v_cache, *table, *rest)]
+        rest = (values["sinks"], *options, *bias)
+        return [b.call(octavo.paged_attention.default, values["q"], *caches, *step, *rest)]
 
     report.sites.append(replace(graph_module, [node], build, node.all_input_nodes))
 

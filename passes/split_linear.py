@@ -85,12 +85,14 @@ def _refusal(
     if whole is not None:
         return f"{whole}, which is no part of its last axis"
     view, product = tuple(chain[-1].meta["val"].shape), tuple(linear.meta["val"].shape)
-    if len(chain) > 1 and view[:2] != product[:2]:
+    if len(chain) > 1 and _without_ones(view[:2]) != _without_ones(product[:-1]):
         return f"the view {view} does not keep the token axes of {product}"
+    if len(chain) == 1 and len(product) != 3:
+        return f"the product {product} has {len(product)} axes, expected (1, T, N)"
     parts = [user for user in arguments(node)[0].users if user.target is aten.slice.Tensor]
-    joins = _joins(parts)
-    if joins:
-        return f"{joins[0].name} joins the parts again: they are one value, rotated in part, say"
+    for join in _joins(parts):
+        if sum(_comes_from(value, parts) for value in join.all_input_nodes) > 1:
+            return f"{join.name} joins the parts again: they are one value, rotated in part, say"
     weight = arguments(linear)[1]
     if weight.op != "get_attr":
         return f"the weight is {weight.name}, which is computed"
@@ -111,6 +113,10 @@ def _joins(parts: list[Node]) -> list[Node]:
     return list(found)
 
 
+def _without_ones(sizes: tuple[Any, ...]) -> list[Any]:
+    return [d for d in sizes if not (isinstance(d, int) and d == 1)]
+
+
 def _used_whole(linear: Node, chain: list[Node]) -> str | None:
     """Who reads more than a part of the product or of its view."""
     for value in (*chain[1:], linear):
@@ -118,6 +124,17 @@ def _used_whole(linear: Node, chain: list[Node]) -> str | None:
             if user not in chain and not _is_part(user):
                 return f"{value.name} is also used by {user.name}"
     return None
+
+
+def _comes_from(value: Node, parts: list[Node], depth: int = 12) -> bool:
+    """Whether `value` is one of the parts or was made of one, by a rotation at most."""
+    level, seen = [value], {value}
+    for _ in range(depth):
+        if any(node in parts for node in level):
+            return True
+        level = [n for n in dict.fromkeys(n for node in level for n in node.all_input_nodes) if n not in seen]
+        seen.update(level)
+    return False
 
 
 def _is_part(user: Node) -> bool:

@@ -2,6 +2,13 @@
 
 from octavo.compiler.ops.attention import ATTENTION
 from octavo.compiler.ops.linear import LINEAR
+from octavo.compiler.ops.mla import (
+    HEAD_LINEAR,
+    LATENT_ATTENTION,
+    LATENT_WRITE,
+    MLA_ATTENTION,
+    PAGED_MLA_ATTENTION,
+)
 from octavo.compiler.ops.mlp import ACT_MUL, GATED_MLP
 from octavo.compiler.ops.moe import MOE, ROUTER
 from octavo.compiler.ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
@@ -15,6 +22,7 @@ OPS: tuple[Op, ...] = (
     EMBEDDING, RMS_NORM, ADD_RMS_NORM, LINEAR, ROPE, ATTENTION, KV_WRITE, PAGED_ATTENTION, ROPE_KV_WRITE,
     ACT_MUL, GATED_MLP, GATHER_LOGITS, ADD,
     LAYER_NORM, POINTWISE, ROUTER, MOE,
+    MLA_ATTENTION, HEAD_LINEAR, LATENT_ATTENTION, LATENT_WRITE, PAGED_MLA_ATTENTION,
 )  # fmt: skip
 
 for _op in OPS:

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from latent import LATENT, latent_model
 from models import LONGEST, SPELLINGS, VOCAB, tiny
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
@@ -35,7 +36,9 @@ def copied(graph_module: GraphModule) -> GraphModule:
 
 
 def model_of(name: str, dtype: torch.dtype = FP32) -> nn.Module:
-    """A fresh model of SPELLINGS, "llama", or an architecture of the zoo."""
+    """A fresh model of SPELLINGS, LATENT, "llama", or an architecture of the zoo."""
+    if name in LATENT:
+        return latent_model(name, dtype)
     return tiny(name, dtype) if name == "llama" or name in SPELLINGS else build(name).to(dtype).eval()
 
 

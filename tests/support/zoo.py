@@ -64,7 +64,25 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**SPARSE, **FEW_ROUTED, **GROUPS, "head_dim": 16, "use_qk_norm": True}),
     "gpt_oss": ("gpt_oss", {**SPARSE, **FEW_LOCAL, **ALTERNATING, "head_dim": 16, "swiglu_limit": 1.0}),
 }
-ARCHITECTURES_AND_MIXTURES = {**ARCHITECTURES, **MIXTURES}
+# Attention over latents, before and among mixtures of experts.
+LATENT = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4, "moe_intermediate_size": 48, **FEW_ROUTED, **GROUPS,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "rope_parameters": YARN}),
+    "deepseek_v3_dense": ("deepseek_v3", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 2}),
+    "minicpm3": (
+        "minicpm3",
+        {k: v for k, v in LATENT.items() if k not in (*FEW_ROUTED, *GROUPS, "moe_intermediate_size")},
+    ),
+}
+ARCHITECTURES_AND_MIXTURES = {**ARCHITECTURES, **MIXTURES, **LATENTS}
 
 
 def build(name: str) -> nn.Module:

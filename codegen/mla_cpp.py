@@ -1,0 +1,90 @@
+"""Selection rows of the cpp family for latent attention; rows_cpp has all others."""
+
+from torch import fx
+
+from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.mla import read_head_product, read_latents
+from octavo.codegen.row import Row, static_size, tensor, token_count
+from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats
+from octavo.compiler.dims import ITEM_BYTES, dtype_name
+from octavo.compiler.target import Target
+
+
+def head_linear(node: fx.Node, target: Target) -> KernelSpec:
+    product = read_head_product(node)
+    chunks = -(-product.k // MAX_CHUNK)
+    return KernelSpec(
+        op="head_linear",
+        template="cpp/head_linear.cpp.jinja",
+        params=(
+            ("dtype", product.dtype), ("HEADS", product.heads), ("N", product.n), ("K", product.k),
+            ("CHUNK", -(-product.k // (64 * chunks)) * 64),
+        ),
+        args=(
+            _pointer("x", product.dtype), _pointer("weight", product.dtype), _pointer("out", product.dtype),
+            _scalar("num_tokens", token_count(node)),
+        ),
+        bytes=product.bytes,
+        flops=product.flops,
+        label=product.label,
+    )  # fmt: skip
+
+
+def latent_write(node: fx.Node, target: Target) -> KernelSpec:
+    rank, rope_dim = (static_size(node, name, -1) for name in ("latent", "k_rope"))
+    dtype, cache_dtype = (dtype_name(tensor(node, name)) for name in ("latent", "cache"))
+    return KernelSpec(
+        op="latent_write",
+        template="cpp/latent_write.cpp.jinja",
+        params=(
+            ("dtype", dtype), ("cache_dtype", cache_dtype), ("RANK", rank), ("ROPE_DIM", rope_dim),
+            ("PAGE_SIZE", static_size(node, "cache", 2)),
+        ),
+        args=(
+            _pointer("latent", dtype), _pointer("k_rope", dtype), _pointer("cache", cache_dtype),
+            _pointer("slot_mapping", "i64"), _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
+        ),
+        bytes=f"T * {(rank + rope_dim) * (ITEM_BYTES[dtype] + ITEM_BYTES[cache_dtype]) + 8}",
+        label=f"{dtype}_{cache_dtype}_r{rank}_{rope_dim}",
+    )  # fmt: skip
+
+
+def paged_mla_attention(node: fx.Node, target: Target) -> KernelSpec:
+    latents = read_latents(node)
+    group = min(latents.heads, QUERY_ROWS)
+    return KernelSpec(
+        op="paged_mla_attention",
+        template="cpp/paged_mla_attention.cpp.jinja",
+        params=(
+            ("dtype", latents.dtype), ("cache_dtype", latents.cache_dtype), ("HEADS", latents.heads),
+            ("GROUP", group), ("QUERY_TOKENS", QUERY_ROWS // group), ("RANK", latents.rank),
+            ("ROPE_DIM", latents.rope_dim), ("PAGE_SIZE", latents.page_size), ("SCALE", latents.scale),
+            ("WINDOW", latents.window), ("SOFTCAP", latents.softcap),
+        ),
+        args=(
+            _pointer("q_latent", latents.dtype), _pointer("q_rope", latents.dtype),
+            _pointer("cache", latents.cache_dtype),
+            *(_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")),
+            _pointer("out", latents.dtype), *(_scalar(name, name) for name in ("T", "R", "P", "num_pages")),
+        ),
+        bytes=latents.bytes,
+        flops=f"S * {latents.flops_of_key}",
+        label=latents.label,
+    )  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (
+    Row("head_linear", "head_linear", floats("x weight"), head_linear),
+    Row("latent_write", "latent_write", floats("latent k_rope", "cache"), latent_write),
+    Row(
+        "paged_mla_attention", "paged_mla_attention", floats("q_latent q_rope", "cache"), paged_mla_attention
+    ),
+)
+
+
+def _pointer(name: str, dtype: str) -> Arg:
+    return Arg(name, "pointer", dtype)
+
+
+def _scalar(name: str, value: str | int) -> Arg:
+    return Arg(name, "scalar", "i64", value=value)
