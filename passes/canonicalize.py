@@ -318,7 +318,7 @@ def _merge_equal_calls(graph_module: GraphModule, report: PassReport) -> bool:
         first = seen.setdefault(_call_key(node), node)
         if first is not node:
             if (node.target, node.args, node.kwargs) != (first.target, first.args, first.kwargs):
-                report.sites.append(make_site([node], [first], node.all_input_nodes))
+                report.sites.append(make_site(graph_module, [node], [first], node.all_input_nodes))
             node.replace_all_uses_with(first)
             graph_module.graph.erase_node(node)
             merged = True
