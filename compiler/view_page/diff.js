@@ -117,6 +117,9 @@ function middle(a, b) {
   while (head < a.length && head < b.length && a[head] === b[head]) head++;
   let tail = 0;
   while (tail < a.length - head && tail < b.length - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail++;
+  // Whole words: a half is hard to read.
+  while (head && /\w/.test(a[head - 1])) head--;
+  while (tail && /\w/.test(a[a.length - tail])) tail--;
   return [head, a.length - tail, b.length - tail];
 }
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,14 @@ FLAGS = (
     "--disable-background-networking", "--remote-debugging-pipe",
 )  # fmt: skip
 PATIENCE_S = 60.0
+# The pipe's ends must be the descriptors 3 and 4 of the browser.
+LAUNCH = """
+import fcntl, os, sys
+reads, writes = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3])
+os.dup2(reads, 3)
+os.dup2(writes, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_chromium() -> str | None:
@@ -33,10 +42,8 @@ class Browser:
         reads, self._commands = os.pipe()
         self._answers, writes = os.pipe()
         arguments = [executable, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-        # The pipe's ends must be the descriptors 3 and 4 of the browser.
-        script = f'exec "$@" 3<&{reads} 4>&{writes}'
         self._process = subprocess.Popen(
-            ["sh", "-c", script, "sh", *arguments, "about:blank"],
+            [sys.executable, "-c", LAUNCH, str(reads), str(writes), *arguments, "about:blank"],
             pass_fds=(reads, writes),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
