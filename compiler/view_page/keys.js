@@ -18,7 +18,7 @@ function onKey(event) {
   if (inSearch()) {
     if (key === "Enter") {
       event.preventDefault();
-      moveMatch(event.shiftKey ? -1 : 1);
+      moveMatch(event.shiftKey ? -1 : 1, true);
     }
     return;
   }
@@ -54,7 +54,7 @@ function stepLayer(direction) {
 }
 
 function enter() {
-  if (state.query) return moveMatch(1);
+  if (state.query) return moveMatch(1, true);
   if (state.tab === "graph") {
     const node = graphOf(state.step).get(state.node);
     return node && showInText(node);
@@ -76,8 +76,9 @@ const ACTIONS = {
   "]": () => (state.tab === "graph" ? stepLayer(1) : nextChange(1)),
   "[": () => (state.tab === "graph" ? stepLayer(-1) : nextChange(-1)),
   "/": () => (byId("query").focus(), byId("query").select()),
-  n: () => moveMatch(1),
-  N: () => moveMatch(-1),
+  n: () => moveMatch(1, true),
+  N: () => moveMatch(-1, true),
+  w: () => byId("app").classList.toggle("wide"),
   a: toggleAll,
   Enter: enter,
   "?": () => byId("help").showModal(),
@@ -139,8 +140,9 @@ function start() {
   together(right.element, left.element);
   byId("query").addEventListener("input", (event) => search(event.target.value));
   byId("find").addEventListener("submit", (event) => event.preventDefault());
-  byId("next").addEventListener("click", () => moveMatch(1));
-  byId("previous").addEventListener("click", () => moveMatch(-1));
+  byId("next").addEventListener("click", () => moveMatch(1, true));
+  byId("previous").addEventListener("click", () => moveMatch(-1, true));
+  byId("wide").addEventListener("click", () => byId("app").classList.toggle("wide"));
   byId("unfold").addEventListener("click", toggleAll);
   byId("help-button").addEventListener("click", () => byId("help").showModal());
   byId("layer").addEventListener("change", (event) => ((state.layer = event.target.value), paintGraph(), remember()));

@@ -151,15 +151,26 @@ function showHits() {
   byId("hits").textContent = !state.query ? "" : many ? `${state.at >= 0 ? state.at + 1 : "–"} / ${many}` : "none here";
 }
 
-function moveMatch(direction) {
+// onward: where nothing matches here, the next pass with a match is chosen.
+function moveMatch(direction, onward) {
   const many = view.matches.length;
-  if (!many) return showHits();
+  if (!many) return onward ? matchElsewhere(direction) : showHits();
   state.at = state.at < 0 ? (direction > 0 ? 0 : many - 1) : (state.at + direction + many) % many;
   reveal(view.matches[state.at]);
   right.paint(true);
   showHits();
   if (state.tab === "graph") showMatchInGraph();
   else if (state.tab !== "diff") chooseTab("diff");
+}
+
+function matchElsewhere(direction) {
+  for (let k = 1; state.query && k < STEPS.length; k++) {
+    const step = (state.step + direction * k + k * STEPS.length) % STEPS.length;
+    if (textOf(step).ids.some((id) => view.hits.has(id))) {
+      chooseStep(step);
+      return moveMatch(direction);
+    }
+  }
 }
 
 function showMatchInGraph() {

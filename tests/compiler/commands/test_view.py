@@ -114,6 +114,12 @@ def test_search_counts_marks_and_goes_round(opened: Browser, dump: Path) -> None
     for key, at in (("N", 1), ("N", count), ("n", 1)):
         opened.press(key)
         assert opened.evaluate(HITS) == f"{at} / {count}"
+    opened.press("/")
+    for letter in "paged_attention":
+        opened.press(letter)
+    assert (opened.evaluate(HITS), opened.evaluate(STEP)) == ("none here", "capture")
+    opened.press("Enter")
+    assert opened.evaluate(STEP) == "insert_paged_kv" and opened.evaluate(HITS).startswith("1 / ")
     opened.press("Escape")
     assert opened.evaluate(HITS) == "" and opened.evaluate("document.querySelectorAll('mark').length") == 0
 
@@ -196,6 +202,15 @@ def test_nothing_is_wider_than_the_window(scheme: str, opened: Browser) -> None:
         "[...document.querySelectorAll('header > *')].some((e) => e.getBoundingClientRect().right > 1280)"
     )
     assert opened.evaluate(hidden) is False
+
+
+def test_the_texts_take_the_width_of_the_passes(opened: Browser) -> None:
+    width = "document.getElementById('right').clientWidth"
+    before = opened.evaluate(width)
+    opened.press("w")
+    assert opened.evaluate(width) > before + 120
+    opened.press("w")
+    assert opened.evaluate(width) == before
 
 
 def test_print_shows_the_passes_and_the_change(opened: Browser) -> None:
