@@ -8,7 +8,7 @@ from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor, token_count
 from octavo.compiler.dims import ITEM_BYTES, dtype_name
 from octavo.compiler.ops.mlp import ACTIVATIONS
-from octavo.compiler.pointwise import NAMES, operations, write
+from octavo.compiler.pointwise import NAMES, kind, operations, write
 from octavo.compiler.target import Target
 
 # Elements of K that one dot product takes at most: the rows of a tile then fit the first-level cache.
@@ -214,9 +214,7 @@ def pointwise(node: fx.Node, target: Target) -> KernelSpec:
     given, out_dtype = arguments(node), result_dtype(node)
     names = [name for name in NAMES if given[name] is not None]
     width, expression = static_size(node, "a", -1), given["expression"]
-    kinds = {
-        name: "rows" if tensor(node, name).dim() == tensor(node, "a").dim() else "vector" for name in names
-    }
+    kinds = {name: kind(tensor(node, name), tensor(node, "a")) for name in names}
     body = write(expression, lambda value: f"{value!r}f", lambda name, x: f"{CPP_CALLS.get(name, name)}({x})")
     item = (
         sum(ITEM_BYTES[_dtype(node, name)] for name in names if kinds[name] == "rows") + ITEM_BYTES[out_dtype]

@@ -31,7 +31,7 @@ from octavo.codegen.specs_triton import (
     rope_spec,
 )
 from octavo.compiler.dims import dtype_name
-from octavo.compiler.pointwise import NAMES
+from octavo.compiler.pointwise import NAMES, kind
 from octavo.compiler.target import Target
 
 # The widest row that a program holds at once: 32 elements a thread of 16 warps.
@@ -97,7 +97,7 @@ def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
 def pointwise(node: fx.Node, target: Target) -> KernelSpec:
     given = arguments(node)
     operands = {
-        name: (dtype_of(node, name), tensor(node, name).dim() < tensor(node, "a").dim())
+        name: (dtype_of(node, name), kind(tensor(node, name), tensor(node, "a")))
         for name in NAMES
         if given[name] is not None
     }

@@ -120,12 +120,14 @@ def layer_norm_spec(count: Dim, hidden: int, dtype: str, eps: float, weights: di
 
 
 def pointwise_spec(
-    count: Dim, width: int, operands: dict[str, tuple[str, bool]], expression: str, out_dtype: str
+    count: Dim, width: int, operands: dict[str, tuple[str, str]], expression: str, out_dtype: str
 ) -> KernelSpec:
-    """operands: name -> dtype, and whether it is a vector that all rows share."""
+    """operands: name -> dtype, and "rows", "vector" or "column"."""
     block = min(power_of_2(width), 1024)
-    kinds = ";".join(f"{name} {'vector' if vector else 'rows'}" for name, (_, vector) in operands.items())
-    item = sum(ITEM_BYTES[dtype] for dtype, vector in operands.values() if not vector) + ITEM_BYTES[out_dtype]
+    kinds = ";".join(f"{name} {kind}" for name, (_, kind) in operands.items())
+    item = (
+        sum(ITEM_BYTES[dtype] for dtype, kind in operands.values() if kind == "rows") + ITEM_BYTES[out_dtype]
+    )
     return KernelSpec(
         op="pointwise",
         template="triton/pointwise.py.jinja",

@@ -108,6 +108,13 @@ def write(expression: str, number: Callable[[float], str], call: Callable[[str, 
     return text(parse(expression))
 
 
+def kind(operand: Tensor, a: Tensor) -> str:
+    """ "rows" (..., N) like a, "vector" (N,) that all rows share, or "column" (..., 1), one value for each row."""
+    if operand.dim() < a.dim():
+        return "vector"
+    return "rows" if operand.shape[-1] == a.shape[-1] else "column"
+
+
 def operations(expression: str) -> int:
     """Arithmetic operations for each element; a function counts as 8."""
     nodes = list(ast.walk(parse(expression)))

@@ -1,8 +1,8 @@
 """Elementwise arithmetic that no fusion took  ->  octavo.pointwise, one for each connected piece.
 
 A value with one reader is computed inside its reader, so a chain is one trip through memory. A piece that is only a
-sum of two tensors is octavo.add. Not matched: operands of other shapes than the result's or a vector over its last
-axis, and pieces that read more than four tensors.
+sum of two tensors is octavo.add. Not matched: operands of other shapes than the result's, a vector over its last axis
+or one value for each of its rows, and pieces that read more than four tensors.
 """
 
 import math
@@ -129,8 +129,11 @@ def _operand(
         return _number(float(held(graph_module, str(operand.target))))
     if operand in pieces and len(operand.users) == 1 and tuple(value.shape) == shape:
         return pieces[operand]
-    if tuple(value.shape) != shape and tuple(value.shape) != shape[-1:]:
-        raise _Unsupported(f"{operand.name} has shape {tuple(value.shape)}, expected {shape} or {shape[-1:]}")
+    wanted = (shape, shape[-1:], (*shape[:-1], 1))
+    if tuple(value.shape) not in wanted:
+        raise _Unsupported(
+            f"{operand.name} has shape {tuple(value.shape)}, expected {', '.join(map(str, wanted[:2]))} or {wanted[2]}"
+        )
     return _Piece(NAMES[0], [operand])
 
 

@@ -12,7 +12,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def pointwise(
     a: Tensor, b: Tensor | None, c: Tensor | None, d: Tensor | None, expression: str, dtype: str
 ) -> Tensor:
-    """a (..., N); b, c, d of a's shape or (N,); the value of `expression` in fp32 or wider, rounded once to dtype."""
+    """`expression` in fp32 or wider, rounded once to dtype. a (..., N); b, c, d of a's shape, (N,) or (..., 1)."""
     wide = accumulator(a)
     values = {name: t.to(wide) for name, t in zip(NAMES, (a, b, c, d), strict=True) if t is not None}
     result = evaluate(expression, values)

@@ -23,7 +23,7 @@ EXPRESSIONS = (
     "a", "-a * 0.5 + 1e-3", "a + b", "(a - c) * b", "silu(a) * b - c / (1.0 + exp(d))", "20.0 * tanh(a / 20.0)",
 )  # fmt: skip
 MIXED = {"a": FP32, "b": BF16, "c": FP32, "d": BF16}
-VECTORS = ("c",)
+VECTORS, COLUMNS = ("c",), ("d",)
 EPS = 1e-5
 
 
@@ -40,7 +40,7 @@ def norm_spec(hidden: int, dtype: torch.dtype, weights: torch.dtype, weight: boo
 
 @cache
 def pointwise_spec(expression: str, width: int, dtype: torch.dtype, mixed: bool) -> KernelSpec:
-    """Operands of `dtype` or of MIXED; c is a vector."""
+    """Operands of `dtype` or of MIXED; c is a vector, d a column."""
     graph = LoweredGraph()
     graph.input("input_ids")
     operands: list[object] = []
@@ -51,7 +51,7 @@ def pointwise_spec(expression: str, width: int, dtype: torch.dtype, mixed: bool)
         made = (
             graph.weight(name, torch.zeros(width, dtype=kind))
             if vector
-            else graph.tokens(name, (width,), kind)
+            else graph.tokens(name, (1 if name in COLUMNS else width,), kind)
         )
         operands.append(made if used else None)
     return cpp_spec(graph.call("pointwise", *operands, expression, dtype_name(torch.zeros(1, dtype=dtype))))
@@ -124,7 +124,7 @@ def test_pointwise(
     for tokens in TOKENS:
         used = {}
         for seed, arg in enumerate(spec.args[:-2]):
-            shape = (width,) if arg.name in VECTORS else (tokens, width)
+            shape = (width,) if arg.name in VECTORS else (tokens, 1 if arg.name in COLUMNS else width)
             kind = MIXED[arg.name] if mixed else dtype
             torch.manual_seed(seed)
             used[arg.name] = guarded(torch.randn(shape).to(kind))

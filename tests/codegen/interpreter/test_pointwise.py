@@ -50,22 +50,21 @@ def test_layer_norm(
 @pytest.mark.parametrize(
     ("expression", "operands"),
     [
-        ("a", {"a": ("bf16", False)}),
-        ("(a - c) * b", {"a": ("fp32", False), "b": ("bf16", False), "c": ("fp32", True)}),
+        ("a", {"a": ("bf16", "rows")}),
+        ("(a - c) * b", {"a": ("fp32", "rows"), "b": ("bf16", "rows"), "c": ("fp32", "vector")}),
         (
             "silu(a) * 0.5 - d / (1.0 + exp(b))",
-            {"a": ("bf16", False), "b": ("fp32", True), "d": ("bf16", False)},
+            {"a": ("bf16", "rows"), "b": ("fp32", "vector"), "d": ("bf16", "rows")},
         ),
+        ("a + sigmoid(b) * c", {"a": ("bf16", "rows"), "b": ("fp32", "column"), "c": ("bf16", "rows")}),
     ],
 )
 def test_pointwise(
-    launch: Launch, assert_rounds_to: Check, expression: str, operands: dict[str, tuple[str, bool]],
+    launch: Launch, assert_rounds_to: Check, expression: str, operands: dict[str, tuple[str, str]],
     tokens: int, width: int, out_dtype: str,
 ) -> None:  # fmt: skip
-    tensors = {
-        name: torch.randn((width,) if vector else (tokens, width)).to(DTYPES[dtype])
-        for name, (dtype, vector) in operands.items()
-    }
+    shapes = {"rows": (tokens, width), "vector": (width,), "column": (tokens, 1)}
+    tensors = {name: torch.randn(shapes[kind]).to(DTYPES[dtype]) for name, (dtype, kind) in operands.items()}
     out = torch.full((tokens, width), float("nan"), dtype=DTYPES[out_dtype])
     launch(
         pointwise_spec("T", width, operands, expression, out_dtype), {**tensors, "out": out}, {"T": tokens}
@@ -83,7 +82,7 @@ def test_functions_at_extreme_inputs(launch: Launch, function: str) -> None:
     """Within 2^-21 of the value or, for what 1 + erf, 1 + tanh and exp leave, of x; nan only where torch has one."""
     x = torch.tensor(EXTREMES)[None]
     out = torch.empty_like(x)
-    spec = pointwise_spec("T", len(EXTREMES), {"a": ("fp32", False)}, f"{function}(a)", "fp32")
+    spec = pointwise_spec("T", len(EXTREMES), {"a": ("fp32", "rows")}, f"{function}(a)", "fp32")
     launch(spec, {"a": x, "out": out}, {"T": 1})
     expected = evaluate(f"{function}(a)", {"a": x.double()})
     assert torch.equal(out.isnan(), expected.isnan())
