@@ -14,6 +14,7 @@ from octavo.compiler.errors import ArtifactError
 from octavo.compiler.weights import Weight, write_weights
 
 WEIGHTS = "weights.safetensors"
+_open: Any = safe_open  # it is typed in part only
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
@@ -65,7 +66,7 @@ class DumpedWeights(Mapping[str, Tensor]):
                 f"{path}: expected the {facts['bytes']} bytes that were written with the dump, got {got}; "
                 "dump the model again"
             )
-        self._file: Any = safe_open(path, "pt")
+        self._file = _open(path, "pt")
         self._aliases: Mapping[str, str] = facts["aliases"]
         names: list[str] = list(self._file.offset_keys())
         self._names = {name for name in names if not name.startswith(".padding.")}

@@ -10,15 +10,22 @@ from unittest import mock
 import pytest
 import torch
 from models import LONGEST, tiny
-from stages import tokens
+from stages import SETTINGS, captured, tokens
 from tiny_llama import build_tokenizer
-from zoo import ARCHITECTURES, build
+from zoo import ARCHITECTURES
 
 import octavo
 from octavo.compiler.capture import reference_logits
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.dump import print_graph
+from octavo.compiler.dump_files import DumpWriter
+from octavo.compiler.dump_load import load_graph
+from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.dump_weights import DumpedWeights, save_weights
 from octavo.compiler.errors import ArtifactError, IllegalGraphError, OptionError, PassError
+from octavo.compiler.options import CompileOptions
+from octavo.compiler.pipeline import lower, lower_from
+from octavo.passes.rewrite import held
 
 BINDING = ("program.json", "weights.safetensors")
 
@@ -69,11 +76,22 @@ def test_the_artifact_is_that_of_an_uninterrupted_compile(step: str, whole: tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_zoo_resumes_to_the_same_artifact(name: str, tmp_path: Path) -> None:
-    compiled = octavo.compile(build(name), dump=tmp_path, verify="off", page_size=4)
-    files = sorted(tmp_path.glob("*.py"))
-    for path in (files[0], files[1], files[len(files) // 2], files[-1]):
-        assert bound_files(octavo.resume(path, verify="off")) == bound_files(compiled), path.name
+def test_zoo_lowers_to_the_same_graph_and_weights_from_every_file(name: str, tmp_path: Path) -> None:
+    """Program and weights are made of these alone."""
+    options = CompileOptions(verify="off")
+    dumps = DumpWriter(tmp_path)
+    expected = lower(captured(name), options, SETTINGS, dumps=dumps).graph_module
+    dumps.write_summary([])
+    summary = read_summary(tmp_path)
+    assert summary["weights"] is not None
+    for path in sorted(tmp_path.glob("*.py")):
+        weights = DumpedWeights(tmp_path, summary["weights"])
+        start = load_graph(path.read_text(), weights, str(path))
+        found = lower_from(start, int(path.name[:2]), options, SETTINGS).graph_module
+        assert print_graph(found) == print_graph(expected), path.name
+        for node in found.graph.find_nodes(op="get_attr"):
+            mine, other = held(found, node.target), held(expected, node.target)
+            assert torch.equal(mine, other) and mine.stride() == other.stride(), (path.name, node.target)
 
 
 def test_dumping_changes_nothing(whole: tuple[Compiled, Path]) -> None:
