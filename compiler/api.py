@@ -21,6 +21,7 @@ from octavo.compiler.compiled import Compiled
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
+from octavo.compiler.meta_model import has_values
 from octavo.compiler.options import CompileOptions, DType, Verify
 from octavo.compiler.pipeline import (
     PIPELINE,
@@ -72,6 +73,11 @@ def compile(
     check_options(options)
     if output is not None:
         check_replaceable(output)  # now, not after a minute of work
+    if not has_values(model):
+        raise OptionError(
+            "model: its weights have no values (meta device), so no artifact can hold them; load a checkpoint "
+            "into it, or use octavo.check(model), which captures, rewrites and proves without weights"
+        )
     tokenizer_files = tokenizer_files_of(tokenizer)
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)

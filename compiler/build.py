@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from octavo.codegen.build_cpp import program_source
 from octavo.codegen.build_triton import build_kernels
@@ -17,7 +18,7 @@ from octavo.codegen.evidence import evidence_row
 from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.codegen.select import Selection, select
 from octavo.compiler.artifact import Artifact
-from octavo.compiler.dims import dtype_name
+from octavo.compiler.dims import as_expression, dim_names, dtype_name, leaves_graph
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.host import build_shared_library, host_features
 from octavo.compiler.legality import op
@@ -53,7 +54,7 @@ def build(
     graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None
 ) -> Built:
     """Choose and build the kernels of a lowered graph. Raises CodegenError for an op without a kernel."""
-    selections = {n: select(n, target) for n in graph_module.graph.nodes if _is_kernel(n)}
+    selections = _selections(graph_module, target)
     plan = PassReport("plan_memory", nodes_before=len(selections), nodes_after=len(selections))
     start = time.perf_counter()
     memory = plan_memory(graph_module.graph)
@@ -67,6 +68,34 @@ def build(
     else:
         _add_kernels(built, build_kernels(launches, target, progress))
     return built
+
+
+def _selections(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:
+    """The kernel of every node; equal calls (those of equal layers) are asked about once."""
+    names = dim_names(graph_module.graph)
+    known: dict[str, Selection] = {}
+    result = {}
+    for node in graph_module.graph.nodes:
+        if _is_kernel(node):
+            key = _call_text(node, names)
+            if key not in known:
+                known[key] = select(node, target)
+            result[node] = known[key]
+    return result
+
+
+def _call_text(node: Node, names: Mapping[Any, str]) -> str:
+    """Everything that a row may ask of a node: its op, numbers, and the sizes and dtypes of its tensors."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return str(value)
+        return f"{value.dtype}{[names.get(as_expression(size), str(size)) for size in value.shape]}"
+
+    args = map_arg((node.args, node.kwargs), lambda n: text(n.meta["val"]))
+    value = node.meta["val"]
+    results = [text(v) for v in value] if isinstance(value, tuple | list) else text(value)
+    return f"{node.target} {args} {results} {leaves_graph(node)}"
 
 
 def _is_kernel(node: Node) -> bool:

@@ -349,6 +349,9 @@ class _Writer:
         return isinstance(value, torch.Tensor)
 
     def finish(self) -> GraphModule:
+        expected = len(_segments(self.short.graph)) - 1 + self.folded.layers_left_out
+        if self.num_layers != expected:
+            raise PassError(f"unfold: expected {expected} attentions, wrote {self.num_layers}")
         output = self.folded.graph_module.graph.output_node()
         self.graph.node_copy(output, self._of_short)
         graph_module = GraphModule(self.root, self.graph)

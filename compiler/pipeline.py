@@ -132,16 +132,20 @@ def lower(
         return _lower(captured.graph_module, all_attentions, options, settings, pipeline, progress, dumps)
     kept = attentions(folded.graph_module)
     result = _lower(folded.graph_module, kept, options, settings, pipeline, progress, dumps)
+    short = result.graph_module
     start = time.perf_counter()
     result.graph_module = unfold(folded)
-    unfolding = PassReport("unfold_layers", nodes_before=len(folded.graph_module.graph.nodes))
-    unfolding.nodes_after = len(result.graph_module.graph.nodes)
-    unfolding.ms = (time.perf_counter() - start) * 1e3
-    unfolding.notes["attentions"] = f"{len(all_attentions)}, of which the passes saw {len(kept)}"
-    result.reports.append(unfolding)
-    check(result.graph_module, pipeline[-1].stage, after=unfolding.name)
+    report = _comparison("unfold_layers", short, result.graph_module)
+    report.ms = (time.perf_counter() - start) * 1e3
+    report.notes["layers"] = f"{len(all_attentions)}, of which the passes saw {len(kept)}"
+    result.reports.append(report)
+    check(result.graph_module, pipeline[-1].stage, after=report.name)
     result.num_layers = len(all_attentions)
     return result
+
+
+def _comparison(name: str, before: GraphModule, after: GraphModule) -> PassReport:
+    return PassReport(name, nodes_before=len(before.graph.nodes), nodes_after=len(after.graph.nodes))
 
 
 def lower_from(

@@ -30,7 +30,8 @@ class Report:
         return cls(json.loads(artifact.read("report.json")))
 
     def __str__(self) -> str:
-        return as_text(self.pass_table(), "", self.kernel_table())
+        tables = (self.pass_table(), "", self.kernel_table())
+        return as_text(*tables[: 3 if self.data["kernels"] else 1])
 
     def pass_table(self) -> RenderableType:
         """Every pass: what it matched, rejected and nearly matched, and its proof."""

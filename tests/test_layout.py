@@ -87,6 +87,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.compiled": 8,
     "octavo.compiler.api": 8,
     "octavo.compiler.resume": 8,
+    "octavo.compiler.check": 8,
     "octavo.compiler.chat": 8,
     "octavo.compiler.reproducer": 6,
     "octavo.compiler.bisect": 8,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from octavo.compiler import errors as errors
     from octavo.compiler.api import compile as compile
     from octavo.compiler.backend_report import backend_report as backend_report
+    from octavo.compiler.check import check as check
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
     from octavo.compiler.options import CompileOptions as CompileOptions
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Compiled": "octavo.compiler.compiled",
     "backend_report": "octavo.compiler.backend_report",
+    "check": "octavo.compiler.check",
     "compile": "octavo.compiler.api",
     "load": "octavo.compiler.compiled",
     "resume": "octavo.compiler.resume",
@@ -28,8 +30,8 @@ _HOME = {
 }
 
 __all__ = [
-    "CompileOptions", "Compiled", "SamplingParams", "__version__", "backend_report", "compile", "errors", "load",
-    "resume",
+    "CompileOptions", "Compiled", "SamplingParams", "__version__", "backend_report", "check", "compile",
+    "errors", "load", "resume",
 ]  # fmt: skip
 
 __version__ = VERSION

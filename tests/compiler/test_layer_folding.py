@@ -114,7 +114,7 @@ def test_the_whole_model_comes_back(model: Any, layers: int, seen: int) -> None:
     assert kept(original) == seen
     result = lowered(original)
     assert (attentions(result.graph_module), result.num_layers) == (layers, layers)
-    assert result.reports[-1].notes["attentions"] == f"{layers}, of which the passes saw {seen}"
+    assert result.reports[-1].notes["layers"] == f"{layers}, of which the passes saw {seen}"
     assert_same_logits(original, result)
 
 
