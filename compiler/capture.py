@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
 
 from octavo.compiler.errors import CaptureError
 from octavo.compiler.functional import make_functional
 from octavo.compiler.meta_model import has_values, on_cpu
+from octavo.compiler.origin import where
 from octavo.compiler.token_mixing import require_tokens_apart
 from octavo.passes.rewrite import hold
 
@@ -143,11 +146,24 @@ def _export(wrapped: _Wrapped) -> GraphModule:
             f"{_first_line(error)}){_place(error, wrapped.model)}; the model must run on one sequence of any length "
             "without Python control flow that depends on token values"
         ) from error
+    _require_known_sizes(graph_module.graph)
     require_tokens_apart(graph_module.graph)  # before lengths, which loops over tokens fix too
     if not has_values(wrapped.model):
         on_cpu(graph_module, wrapped.model)
     graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
     return graph_module
+
+
+def _require_known_sizes(graph: Graph) -> None:
+    """Raise CaptureError for sizes that only token values give: experts that gather their own tokens, say."""
+    for node in graph.nodes:
+        for value in tree_leaves(node.meta.get("val")):
+            if isinstance(value, Tensor | torch.SymInt) and free_unbacked_symbols(value):
+                raise CaptureError(
+                    f"capture: what {node.name} makes has a size or value that token values give ({where(node)}); a "
+                    "program has one form for every step: compute every row and mask, or use stacked experts that "
+                    "the library's experts interface serves"
+                )
 
 
 def _functional(program: torch.export.ExportedProgram) -> GraphModule:

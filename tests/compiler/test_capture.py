@@ -210,3 +210,21 @@ def test_models_on_the_meta_device_can_be_captured() -> None:
     graph_module = capture(model).graph_module
     assert {b.device.type for b in graph_module.buffers()} == {"meta"}
     assert next(iter(captured("sdpa").graph_module.buffers())).dtype is FP32
+
+
+class Gathering(nn.Module):
+    """Only some tokens go through a layer: how many, their ids decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.embed(input_ids)
+        rows = torch.nonzero(input_ids[0] > 3)[:, 0]
+        return logits.index_add(1, rows, logits[:, rows].tanh())
+
+
+def test_refuses_sizes_that_token_values_give() -> None:
+    with pytest.raises(CaptureError, match=r"that token values give \(node \w+, test_capture.py:\d+\)"):
+        capture(Gathering().eval())
