@@ -9,7 +9,7 @@ from octavo.codegen.rows_cpp import MAX_CHUNK, floats
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
 
-# A token's scores lie on the stack of its thread.
+# A token's scores, and where the rows of each expert begin, lie on the stack.
 MAX_EXPERTS = 4096
 
 
@@ -73,15 +73,23 @@ def chunk(length: int) -> int:
 
 
 def refuse_router(node: fx.Node, target: Target) -> str | None:
-    experts = static_size(node, "logits", -1)
-    if experts > MAX_EXPERTS:
-        return f"at most {MAX_EXPERTS} experts, got {experts}"
-    return router_refusal(node, target) or floats("logits", "bias")(node, target)
+    return (
+        too_many_experts(static_size(node, "logits", -1))
+        or router_refusal(node, target)
+        or floats("logits", "bias")(node, target)
+    )
 
 
 def refuse_moe(node: fx.Node, target: Target) -> str | None:
-    dtypes = floats("x gate_up down", "gate_up_bias", "down_bias")
-    return moe_refusal(node, target) or dtypes(node, target)
+    return (
+        too_many_experts(static_size(node, "down", 0))
+        or moe_refusal(node, target)
+        or floats("x gate_up down", "gate_up_bias", "down_bias")(node, target)
+    )
+
+
+def too_many_experts(experts: int) -> str | None:
+    return f"at most {MAX_EXPERTS} experts, got {experts}" if experts > MAX_EXPERTS else None
 
 
 ROWS: tuple[Row, ...] = (

@@ -12,9 +12,11 @@ from torch import Tensor, fx
 
 from octavo.codegen.build_cpp import build_program
 from octavo.codegen.emit import emit
+from octavo.codegen.render import render, render_template
 from octavo.codegen.row import op_name
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.expression import evaluate
+from octavo.compiler.host import build_shared_library
 from octavo.compiler.program import DIMS
 from octavo.passes.plan_memory import plan_memory
 
@@ -239,6 +241,18 @@ def test_step_of_a_graph_of_two_mixtures() -> None:
     assert len(orders) == 2 and len(set(orders)) == 1
 
 
-def test_router_refuses_more_experts_than_a_stack_holds() -> None:
-    with pytest.raises(CodegenError, match="at most 4096 experts, got 5000"):
+def test_more_experts_than_a_stack_holds_are_refused() -> None:
+    with pytest.raises(CodegenError, match=r"no cpu kernel for router .*at most 4096 experts, got 5000"):
         router_spec(Routing(5000, 2, "softmax"), FP32)
+    with pytest.raises(CodegenError, match=r"no cpu kernel for moe .*at most 4096 experts, got 5000"):
+        moe_spec(Layer(5000, 1, 2, 2), FP32)
+
+
+def test_builds_for_the_instructions_that_may_be_missing_here() -> None:
+    specs = [router_spec(ROUTERS[4], BF16), moe_spec(LAYERS[4], BF16)]
+    kept = "".join(f"void* keep_{spec.name} = (void*){spec.name};\n" for spec in specs)
+    text = [*(render(spec) for spec in specs), kept]
+    source = render_template(
+        "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=text, buffers=(), steps=(), workspace="0"
+    )
+    assert build_shared_library(source, "avx512_bf16").exists()
