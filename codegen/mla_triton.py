@@ -1,0 +1,176 @@
+"""Selection rows and kernels of the Triton family for latent attention; rows_triton has all others."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from octavo.codegen.attention_triton import MAX_SPLITS, Attention, combine_spec, num_splits
+from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.linear_triton import with_param, with_stages
+from octavo.codegen.mla import HeadProduct, Latents, read_head_product, read_latents
+from octavo.codegen.row import Row, always, static_size, tensor
+from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, warps_for
+from octavo.compiler.dims import ITEM_BYTES, dtype_name
+from octavo.compiler.target import Target
+
+# A tile's sums are as wide as the latent: 512 of them in fp32 for each row fill the registers or the tensor memory.
+MAX_RANK = 512
+MAX_ROWS = {"bf16": 64, "fp32": 16}
+# (keys per tile, warps, tiles in flight), best first.
+FORMS = {
+    "bf16": ((64, 8, 2), (32, 8, 2), (32, 8, 1), (16, 8, 1), (32, 4, 2), (16, 4, 1)),
+    "fp32": ((16, 8, 2), (16, 8, 1), (16, 16, 1)),
+}
+
+
+def mla_spec(latents: Latents, target: Target) -> KernelSpec:
+    """A split context where every request has one token: T == R says so, as none comes without."""
+    block_m = min(power_of_2(latents.heads, 16), MAX_ROWS[latents.dtype])
+    tiles = ceil_div(latents.heads, min(latents.heads, block_m))
+    splits = min(max(2 * (target.sm_count or 1) // tiles, 1), MAX_SPLITS)
+    decode = replace(decode_spec(latents, block_m, splits), when="T == R")
+    joined = replace(joining_spec(latents, splits), when="T == R")
+    return in_order(decode, joined, replace(prefill_spec(latents, MAX_ROWS[latents.dtype]), when="T > R"))
+
+
+def decode_spec(latents: Latents, block_m: int, splits: int) -> KernelSpec:
+    parts = num_splits(splits)
+    heads = min(latents.heads, block_m)
+    written = (pointer("partial", "fp32"), pointer("lse", "fp32"), number("num_splits", parts))
+    row_bytes = latents.heads * (latents.width * ITEM_BYTES[latents.dtype] + latents.rank * 4)
+    return replace(
+        _spec(latents, block_m, True, written),
+        grid=("R", str(ceil_div(latents.heads, heads)), parts),
+        bytes=f"S * {latents.width * ITEM_BYTES[latents.cache_dtype]} + R * {row_bytes}",
+        flops=f"S * {latents.flops_of_key}",
+        scratch=(
+            ("partial", "fp32", ("R", latents.heads, parts, latents.rank)),
+            ("lse", "fp32", ("R", latents.heads, parts)),
+        ),
+    )
+
+
+def joining_spec(latents: Latents, splits: int) -> KernelSpec:
+    """paged_attention's kernel, with twice the warps for a row of a whole latent."""
+    heads = Heads(latents.heads, 1, latents.width, latents.rank, latents.page_size)
+    spec = combine_spec(Attention(heads, latents.dtype, latents.scale), splits)
+    return replace(spec, op="paged_mla_attention", num_warps=8)
+
+
+def prefill_spec(latents: Latents, block_m: int) -> KernelSpec:
+    """flops are those of T queries that see S keys between them; a causal square needs half."""
+    heads = min(latents.heads, block_m)
+    written = (pointer("cu_seqlens_q", "i32"), pointer("out", latents.dtype), number("num_requests", "R"))
+    return replace(
+        _spec(latents, block_m, False, written),
+        grid=(f"T // {block_m // heads} + R", str(ceil_div(latents.heads, heads)), "1"),
+        bytes=latents.bytes,
+        flops=f"T * S * {latents.flops_of_key}",
+    )
+
+
+def _spec(latents: Latents, block_m: int, split: bool, written: tuple[Arg, ...]) -> KernelSpec:
+    names = ("q_latent", "q_rope", "cache")
+    indices = (pointer("page_table", "i32"), pointer("seq_lens", "i32"))
+    params: tuple[tuple[str, Param], ...] = (
+        ("dtype", latents.dtype), ("split", split), ("softcap", latents.softcap > 0.0), ("SCALE", latents.scale),
+        ("SOFTCAP", latents.softcap), ("WINDOW", latents.window), ("NUM_HEADS", latents.heads),
+        ("RANK", latents.rank), ("ROPE_DIM", latents.rope_dim), ("PAGE_SIZE", latents.page_size),
+        ("HEADS", min(latents.heads, block_m)), ("BLOCK_M", block_m), ("BLOCK_R", power_of_2(latents.rank, 16)),
+        ("BLOCK_E", power_of_2(latents.rope_dim, 16)),
+    )  # fmt: skip
+    spec = KernelSpec(
+        op="paged_mla_attention",
+        template="triton/paged_mla_attention.py.jinja",
+        params=params,
+        args=(
+            *(pointer(name, latents.dtype) for name in names), *indices, *written, number("max_pages", "P"),
+        ),
+        label=f"{latents.label}_{'decode' if split else 'prefill'}",
+    )  # fmt: skip
+    # 64 queries and two tiles of 64 keys of a whole latent exceed any shared memory
+    is_large = block_m * latents.rank > 16 * MAX_RANK
+    forms = [form for form in FORMS[latents.dtype] if form[0] < 64 or not is_large]
+    first, *others = (_form(spec, *form) for form in forms)
+    return replace(first, alternatives=tuple(others))
+
+
+def _form(spec: KernelSpec, block_n: int, num_warps: int, stages: int) -> KernelSpec:
+    sized = with_param(with_param(spec, "BLOCK_N", block_n), "STAGES", stages)
+    return replace(sized, num_warps=num_warps, num_stages=stages)
+
+
+def head_linear_spec(product: HeadProduct) -> KernelSpec:
+    """Kernels for up to 16 tokens and for more."""
+    block_k = 64 if product.dtype == "bf16" else 32
+    few, many = head_tiles(product, 16, 64, block_k), head_tiles(product, 64, 64, block_k // 2)
+    if product.dtype == "bf16":
+        many = head_tiles(product, 128, 128, 64)
+    return in_order(replace(few, when="T <= 16"), replace(many, when="T > 16"))
+
+
+def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -> KernelSpec:
+    numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 3}
+    spec = KernelSpec(
+        op="head_linear",
+        template="triton/head_linear.py.jinja",
+        params=(
+            ("dtype", product.dtype), ("NUM_HEADS", product.heads), ("N", product.n), ("K", product.k),
+            *numbers.items(),
+        ),
+        args=(*(pointer(name, product.dtype) for name in ("x", "weight", "out")), number("num_tokens", "T")),
+        grid=(str(ceil_div(product.n, block_n)), f"(T + {block_m - 1}) // {block_m}", str(product.heads)),
+        bytes=product.bytes,
+        flops=product.flops,
+        num_warps=4 if block_m < 128 else 8,
+        num_stages=3,
+        label=f"{product.label}_m{block_m}",
+    )  # fmt: skip
+    return with_stages(spec, 2, 1)
+
+
+def latent_write_spec(rank: int, rope_dim: int, dtype: str) -> KernelSpec:
+    return KernelSpec(
+        op="latent_write",
+        template="triton/latent_write.py.jinja",
+        params=(
+            ("dtype", dtype), ("RANK", rank), ("ROPE_DIM", rope_dim), ("BLOCK_R", power_of_2(rank, 16)),
+            ("BLOCK_E", power_of_2(rope_dim, 16)),
+        ),
+        args=(*(pointer(name, dtype) for name in ("latent", "k_rope", "cache")), pointer("slot_mapping", "i64")),
+        grid=("T", "1", "1"),
+        bytes=f"T * {2 * (rank + rope_dim) * ITEM_BYTES[dtype] + 8}",
+        num_warps=warps_for(power_of_2(rank, 16)),
+        label=f"{dtype}_r{rank}_{rope_dim}",
+    )  # fmt: skip
+
+
+def latent_write(node: fx.Node, target: Target) -> KernelSpec:
+    rank, rope_dim = (static_size(node, name, -1) for name in ("latent", "k_rope"))
+    return latent_write_spec(rank, rope_dim, dtype_name(tensor(node, "latent")))
+
+
+def too_wide(node: fx.Node, target: Target) -> str | None:
+    rank = static_size(node, "q_latent", 3)
+    return (
+        f"a latent must have at most {MAX_RANK} elements, got {rank}" if rank > MAX_RANK else one_dtype(node)
+    )
+
+
+def one_dtype(node: fx.Node) -> str | None:
+    dtypes = [str(tensor(node, name).dtype).removeprefix("torch.") for name in ("q_latent", "cache")]
+    return (
+        f"queries and cache must have one dtype, got {' and '.join(dtypes)}" if len(set(dtypes)) > 1 else None
+    )
+
+
+ROWS: tuple[Row, ...] = (
+    Row("head_linear", "head_linear", always, lambda n, target: head_linear_spec(read_head_product(n))),
+    Row("latent_write", "latent_write", always, latent_write),
+    Row(
+        "paged_mla_attention",
+        "paged_mla_attention",
+        too_wide,
+        lambda n, target: mla_spec(read_latents(n), target),
+    ),
+)
