@@ -7,8 +7,9 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from octavo.compiler.origin import where
 from octavo.passes.pattern import is_constant
-from octavo.passes.rewrite import Recipe, Site, collect, extract, held, new_weight, where
+from octavo.passes.rewrite import Recipe, Site, collect, extract, held, new_weight
 from octavo.passes.rule import PassReport
 
 
