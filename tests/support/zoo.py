@@ -63,6 +63,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**SPARSE, **FEW_LOCAL, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "glm4_moe": ("glm4_moe", {**SPARSE, **FEW_ROUTED, **GROUPS, "head_dim": 16, "use_qk_norm": True}),
     "gpt_oss": ("gpt_oss", {**SPARSE, **FEW_LOCAL, **ALTERNATING, "head_dim": 16, "swiglu_limit": 1.0}),
+    "qwen2_moe": ("qwen2_moe", {**SPARSE, **FEW, "shared_expert_intermediate_size": 48}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {**SPARSE, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**SPARSE, **FEW, "head_dim": 16, "moe_topk": 2}),
+    "minimax_m2": ("minimax_m2", {**SPARSE, **FEW_LOCAL, "head_dim": 16}),
+    "granitemoeshared": ("granitemoeshared", {**SPARSE, **FEW_LOCAL, "shared_intermediate_size": 48}),
+    "flex_olmo": ("flex_olmo", {**SPARSE, **FEW}),
+    "dots1": ("dots1", {**SPARSE, **FEW_ROUTED, **GROUPS, "head_dim": 16}),
+    "cohere2_moe": ("cohere2_moe", {**SPARSE, **FEW, **ALTERNATING, "head_dim": 16}),
+    "afmoe": ("afmoe", {**SPARSE, **FEW, **ALTERNATING, "head_dim": 16, "num_dense_layers": 1}),
 }
 # Attention over latents, before and among mixtures of experts.
 LATENT = {
@@ -91,3 +103,14 @@ def build(name: str) -> nn.Module:
     base = {k: v for k, v in SIZES.items() if kind != "gpt2" or k.endswith("token_id") or k == "vocab_size"}
     torch.manual_seed(0)
     return with_margin(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**base, **changes})))
+
+
+def gpt_oss_2880() -> nn.Module:
+    """gpt-oss at its own width, which no power of two divides; one layer, few experts, a small vocabulary."""
+    config = CONFIG_MAPPING["gpt_oss"](
+        hidden_size=2880, intermediate_size=360, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=1,
+        head_dim=64, num_local_experts=4, num_experts_per_tok=2, vocab_size=128, max_position_embeddings=64,
+        sliding_window=WINDOW, layer_types=["sliding_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return with_margin(AutoModelForCausalLM.from_config(config))
