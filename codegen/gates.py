@@ -13,6 +13,9 @@ _REQUIRED = {
     "triton/linear_few_rows.py.jinja": ("UTMALDG",),
     "triton/paged_attention_prefill.py.jinja": (_TENSOR_CORE,),
 }
+# The same of kernels whose tiles have so many rows: shorter ones do without.
+_TALL = 128
+_REQUIRED_IF_TALL = {"triton/moe_linear.py.jinja": (_TENSOR_CORE,)}
 _WRITES = ("STG", "UTMASTG", "RED", "ATOMG", "REDG")
 
 
@@ -48,8 +51,11 @@ def violations(spec: KernelSpec, target: Target, record: Mapping[str, Any]) -> l
 
 def required_opcodes(spec: KernelSpec, target: Target) -> tuple[str, ...]:
     """Opcodes that the machine code must hold; none for fp32 kernels, which have no tensor-core path."""
-    if not target.tmem_columns or dict(spec.params).get("dtype") != "bf16":
+    params = dict(spec.params)
+    if not target.tmem_columns or params.get("dtype") != "bf16":
         return ()
+    if params.get("BLOCK_M") == _TALL and spec.template in _REQUIRED_IF_TALL:
+        return _REQUIRED_IF_TALL[spec.template]
     return _REQUIRED.get(spec.template, ())
 
 

@@ -1,6 +1,7 @@
 """Each limit by itself, on records made by hand; test_build_triton.py breaks them with real kernels."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,13 @@ def test_required_opcodes_depend_on_dtype_and_target() -> None:
     fp32 = KernelSpec("linear", "triton/linear.py.jinja", (("dtype", "fp32"),), ())
     assert required_opcodes(fp32, B200) == ()
     assert required_opcodes(LINEAR, load_target("cpu")) == ()
+
+
+def test_only_tall_tiles_of_experts_need_the_tensor_core() -> None:
+    params = (("dtype", "bf16"), ("BLOCK_M", 128))
+    tall = KernelSpec("moe", "triton/moe_linear.py.jinja", params, ())
+    assert required_opcodes(tall, B200) == ("UTCHMMA",)
+    assert required_opcodes(replace(tall, params=(("dtype", "bf16"), ("BLOCK_M", 16))), B200) == ()
 
 
 def test_modifiers_do_not_split_counts() -> None:
