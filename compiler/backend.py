@@ -1,7 +1,7 @@
 """`torch.compile(model, backend="octavo")`: the passes short of paging, proven, inside TorchDynamo's workflow.
 
 For inference. A graph that needs gradients is run as it is, with a warning. What no rule matches stays what it was;
-what a rule rewrote is executed by generated kernels where there are some, and by torch otherwise.
+what a rule rewrote is executed by torch: attention by its fused kernel, the rest as the ops of the dialect define.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from octavo.passes.pattern import aten
 from octavo.passes.rule import PassReport, run_pass
 
 Compiled = Callable[..., Any]
-OPTIONS: dict[str, tuple[Any, ...]] = {"verify": ("sites", "off"), "kernels": (True, False)}
+OPTIONS: dict[str, tuple[Any, ...]] = {"verify": ("sites", "off")}
 # Weights are inputs here, so that changes in place are seen: nothing is folded into them and none is cut up or merged.
-# Positions are the batch's business, which is not one sequence.
-NOT_HERE = frozenset(("fold_constants", "split_linear", "fold_position_tables"))
+# Positions are the batch's business, which is not one sequence. Latents pay where a cache holds them.
+NOT_HERE = frozenset(("fold_constants", "split_linear", "fold_position_tables", "fuse_mla", "absorb_mla"))
 FIRST_OF_PAGING = "insert_paged_kv"
 AFTER_PAGING = ("fuse_add_norm",)  # a fusion that waits for paging only to leave sums for it to see
 
@@ -54,8 +54,7 @@ def octavo_backend(
 ) -> Compiled:
     """The backend as TorchDynamo calls it.
 
-    options  verify: "sites" (the default; every distinct rewrite is executed and compared) or "off";
-             kernels: whether to run generated kernels, True by default
+    options  verify: "sites" (the default; every distinct rewrite is executed and compared) or "off"
     Raises OptionError for others, and PassError for a rewrite that is not proven.
     """
     chosen = _options(options)
@@ -120,7 +119,7 @@ def _compile(
     with _outside_of_tracing():
         entry.passes += _rewrite(graph_module, chosen["verify"] != "off")
         outputs.restore(graph_module)
-    return executable(graph_module, entry, with_kernels=chosen["kernels"])
+    return executable(graph_module)
 
 
 def _rewrite(graph_module: GraphModule, is_verified: bool) -> list[PassReport]:

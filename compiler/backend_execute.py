@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from octavo.compiler.backend_report import CompiledGraph
-
 octavo = torch.ops.octavo
 
 
-def executable(graph_module: GraphModule, entry: CompiledGraph, with_kernels: bool) -> Callable[..., Any]:
+def executable(graph_module: GraphModule) -> Callable[..., Any]:
+    """A function of a list of arguments, as AOTAutograd calls it."""
     for node in graph_module.graph.nodes:
         if node.target is octavo.attention.default:
             node.target = attention
@@ -21,7 +20,7 @@ def executable(graph_module: GraphModule, entry: CompiledGraph, with_kernels: bo
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As AOTAutograd wants it: one list of arguments, emptied so that they may be freed."""
+    """`function` of one list of arguments, which is emptied so that they may be freed."""
 
     def run(arguments: list[Any]) -> Any:
         given: Sequence[Any] = tuple(arguments)

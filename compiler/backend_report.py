@@ -28,7 +28,6 @@ class CompiledGraph:
     compile_id    TorchDynamo's "frame/compilation": equal frames with other numbers are recompilations
     inputs        shapes and dtypes of the inputs that are no weights
     passes        reports of the passes that ran; empty where the graph was left alone
-    kernels       calls of generated kernels, by op
     left_alone    why the graph was not rewritten, or ""
     """
 
@@ -36,7 +35,6 @@ class CompiledGraph:
     inputs: str
     graph_break: GraphBreak | None = None
     passes: list[PassReport] = field(default_factory=list)
-    kernels: dict[str, int] = field(default_factory=dict)
     left_alone: str = ""
     seconds: float = 0.0
 
@@ -52,9 +50,6 @@ class CompiledGraph:
         lines = [f"graph {self.compile_id} ({self.inputs}), {self.seconds:.1f} s: {self.left_alone or what}"]
         if proven:
             lines.append(f"  {proven} distinct sites proven")
-        if self.kernels:
-            kernels = ", ".join(f"{name} {count}" for name, count in self.kernels.items())
-            lines.append(f"  generated kernels: {kernels}")
         for report in self.passes:
             lines += [f"  {report.name} left {r.where}: {r.reason}" for r in report.rejected]
         if self.graph_break is not None:
