@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from octavo.compiler.token_flow import Call, Depends, Flow, Mixes, expression, sizes
+from octavo.compiler.token_flow import Call, Depends, Flow, Mixes, expression, op_name, sizes
 
 Rule = Callable[[Call], Flow]
 
@@ -209,13 +209,21 @@ def reduction(call: Call) -> Flow:
     flow, dims = call.operand(), call.dims()
     kept = bool(call.argument("keepdim"))
     if any(axis in dims for axis in flow.axes):
-        if flow.matters and not call.is_integer:
+        if flow.matters and not call.is_integer and not _cancels(call):
             raise Mixes(f"{call.name} over tokens: a value of the whole sequence, state outside attention")
-        if flow.matters:
+        if flow.matters and not flow.is_pair:
             return call.lost
     return flow.moved(
         lambda axis: None if axis in dims else axis if kept else axis - sum(d < axis for d in dims)
     )
+
+
+def _cancels(call: Call) -> bool:
+    """The largest score of each query, which is subtracted from its scores and does nothing to their softmax."""
+    readers = [u for user in call.node.users for u in (user.users if op_name(user) == "getitem" else [user])]
+    of_scores = call.operand().is_pair and call.name in ("amax", "max")
+    scores = call.node.args[0]
+    return of_scores and all(op_name(u) == "aten::sub" and u.args[0] is scores for u in readers)
 
 
 def whole(call: Call) -> Flow:

@@ -69,6 +69,7 @@ def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None
         _transpose,
         _dialect,
         _square,
+        _every_second,
         _slices,
         _join,
         _expand,
@@ -244,9 +245,38 @@ def _expand(node: Node) -> Build | None:
 
 
 def _square(node: Node) -> Build | None:
+    if node.target is aten.square.default:
+        return Build(lambda b: b.call(aten.pow.Tensor_Scalar, node.args[0], 2))
     if node.target is aten.mul.Tensor and node.args[0] is node.args[1]:
         return Build(lambda b: b.call(aten.pow.Tensor_Scalar, node.args[0], 2))
     return None
+
+
+def _every_second(node: Node) -> Build | None:
+    """The first or second of adjacent elements, taken apart as pairs (..., D / 2, 2), is every second element."""
+    pairs = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(pairs, Node) and pairs.target is aten.unbind.int:
+        (pairs, *dim), which = arguments(pairs), node.args[1]
+    elif node.target is aten.select.int:
+        pairs, *dim, which = arguments(node)
+    else:
+        return None
+    if not isinstance(pairs, Node) or pairs.target is not aten.reshape.default:
+        return None
+    whole, axis = pairs.args[0], len(shape(pairs)) - 2
+    assert isinstance(whole, Node)
+    if (dim or [0])[0] not in (-1, axis + 1) or which not in (0, 1) or shape(pairs)[-1] != 2:
+        return None
+    joined = target_sizes((*shape(pairs)[:-2], 2 * shape(pairs)[-2]))
+    if joined is None:
+        return None
+
+    def make(b: Builder) -> Node:
+        return b.call(
+            aten.slice.Tensor, b.call(aten.reshape.default, whole, joined), axis, which, (1 << 63) - 1, 2
+        )
+
+    return Build(make, (whole,))
 
 
 def _slices(node: Node) -> Build | None:

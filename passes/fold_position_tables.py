@@ -76,9 +76,19 @@ def _frontier(graph_module: GraphModule, positions: Node) -> Iterable[Node]:
         if node is not positions and any(user not in alone for user in node.users):
             while _is_view_of_rows(node) and node.all_input_nodes[0] in alone:
                 node = node.all_input_nodes[0]
-            if node is not positions and node.target is not octavo.embedding.default:
+            if node is not positions and not _is_lookup(node, positions):
                 found[node] = None
     return list(found)
+
+
+def _is_lookup(node: Node, positions: Node) -> bool:
+    """Rows by position as they are. Positions that are counted from two, say, need a table of their own."""
+    if node.target is not octavo.embedding.default:
+        return False
+    ids = node.args[0]
+    while isinstance(ids, Node) and ids.target in VIEWS:
+        ids = ids.args[0]
+    return ids is positions
 
 
 def _is_view_of_rows(node: Node) -> bool:

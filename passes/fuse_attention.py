@@ -40,7 +40,7 @@ class Operand:
     @property
     def shape(self) -> list[Any]:
         sizes = self.node.meta["val"].shape
-        if len(sizes) != 4:
+        if len(sizes) != 4 or len(self.order) != 4:
             raise Refused(f"{self.node.name} has {len(sizes)} axes, expected (1, heads, T, D)")
         return [sizes[d] for d in self.order]
 
@@ -186,7 +186,8 @@ def _sink(node: Node, core: Core) -> Node:
         column = column.args[0]
     if core.scale != 1.0 or core.masks or core.softcap:
         raise Refused("scales or masks are applied after a sink is joined")
-    if not isinstance(column, Node) or column.op != "get_attr" or column.meta["val"].dim() != 1:
+    heads = node.meta["val"].shape[1]
+    if not isinstance(column, Node) or column.op != "get_attr" or column.meta["val"].numel() != heads:
         raise Refused(
             f"{describe(node)} joins {len(parts)} parts, the last of which is no weight with one element a head"
         )
@@ -290,7 +291,8 @@ def _replace(graph_module: GraphModule, core: Core) -> Any:
     def build(b: Builder) -> list[Node]:
         q, k, v = (operand.tokens_first(b) for operand in (core.q, core.k, core.v))
         options = (core.scale, core.causal, core.window, core.softcap)
-        out = b.call(octavo.attention.default, q, k, v, core.sinks, *options, *slopes)
+        sinks = None if core.sinks is None else b.call(aten.reshape.default, core.sinks, [-1])
+        out = b.call(octavo.attention.default, q, k, v, sinks, *options, *slopes)
         return [b.call(aten.permute.default, out, HEADS_TOKENS)]
 
     sinks = [core.sinks] if core.sinks is not None else []

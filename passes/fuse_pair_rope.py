@@ -1,6 +1,7 @@
 """Rotations of adjacent pairs in the spellings of DeepSeek and Llama  ->  octavo.rope, interleaved.
 
 Complex numbers: view_as_real(view_as_complex(pairs of x) * table), the table holding cos + i sin of each pair.
+Stacked: stack(x[0::2] cos - x[1::2] sin, x[1::2] cos + x[0::2] sin) as one axis again.
 Even and odd: cat(x[0::2] cos - x[1::2] sin, x[1::2] cos + x[0::2] sin), or x sorted into its even and then its odd
 elements before its halves are rotated; that order stays behind as a cat of slices. x is (1, heads, T, D) or
 (1, T, heads, D).
@@ -31,6 +32,9 @@ EVEN = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("end"), 2))
 ODD = call(aten.slice.Tensor, args=(X, Var("axis"), 1, Var("end"), 2))
 FIRST = call(aten.sub.Tensor, args=(mul(EVEN, Var("cos")), mul(ODD, Var("sin"))))
 SECOND = add(mul(ODD, Var("cos")), mul(EVEN, Var("sin")))
+STACKED = cast(
+    call(aten.reshape.default, args=(call(aten.stack.default, args=([cast(FIRST), cast(SECOND)], -1)),))
+)
 EVEN_ODD = cast(call(aten.cat.default, args=([cast(FIRST), cast(SECOND)], Var("axis_of_cat"))))
 
 SORTED = call(
@@ -83,7 +87,8 @@ def reject_even_odd(found: Match) -> str | None:
     last = len(shape) - 1
     if shape != _shape(found):
         return f"it makes {tuple(_shape(found))} of {tuple(shape)}"
-    if found["axis"] % (last + 1) != last or found["axis_of_cat"] % (last + 1) != last:
+    axes = (found["axis"], found.values.get("axis_of_cat", last))
+    if any(axis % (last + 1) != last for axis in axes):
         return f"it rotates along axis {found['axis']}, expected the last"
     return _reject(found, ("cos", "sin"))
 
@@ -111,6 +116,10 @@ def replace_complex(b: Builder, found: Match) -> Node:
     cos, sin = (b.call(aten.select.int, table, -1, i) for i in (0, 1))
     rotated = _rotated(b, found, cos, sin)
     return b.call(aten.reshape.default, rotated, _sizes(found.root.meta["val"].shape))
+
+
+def replace_stacked(b: Builder, found: Match) -> Node:
+    return _rotated(b, found, found["cos"], found["sin"])
 
 
 def replace_even_odd(b: Builder, found: Match) -> Node:
@@ -150,6 +159,7 @@ def replace_sorted(b: Builder, found: Match) -> Node:
 
 RULES = (
     Rule("fuse_complex_rope", COMPLEX, replace_complex, ("x", "table"), reject_complex),
+    Rule("fuse_stacked_rope", STACKED, replace_stacked, ("x", "cos", "sin"), reject_even_odd),
     Rule("fuse_even_odd_rope", EVEN_ODD, replace_even_odd, ("x", "cos", "sin"), reject_even_odd),
     Rule("fuse_sorted_rope", SORTED_HALVES, replace_sorted, ("x", "cos", "sin"), reject_sorted),
 )

@@ -1,5 +1,6 @@
 """Every spelling of the same value ends as one, bit for bit."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from stages import BF16, FP32, after, assert_idempotent, before, calls, count, l
 from torch import fx
 
 from octavo.compiler.legality import REMOVED, op
+from octavo.compiler.verify import prove_report
 from octavo.passes.canonicalize import canonicalize
 from octavo.passes.pattern import aten
 from octavo.passes.rule import PassReport, run_pass
@@ -208,3 +210,32 @@ def test_framework_ops_become_the_dialect() -> None:
 @pytest.mark.parametrize("name", ["llama", "einsum", "fused", "gpt2"])
 def test_idempotent(name: str) -> None:
     assert_idempotent("canonicalize", name)
+
+
+@pytest.mark.parametrize("spelling", ["unbind", "select"])
+def test_pairs_taken_apart_are_every_second_element(spelling: str) -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    x = graph.tokens("x", (64,), FP32)
+    pairs = graph.function(aten.view.default, x, [1, -1, 4, 8, 2])
+    if spelling == "unbind":
+        both = graph.function(aten.unbind.int, pairs, -1)
+        parts = [graph.function(operator.getitem, both, i) for i in (0, 1)]
+    else:
+        parts = [graph.function(aten.select.int, pairs, 4, i) for i in (0, 1)]
+    graph_module = graph.finish(graph.function(aten.sub.Tensor, *parts))
+    prove_report(run_pass(canonicalize, graph_module), {})
+    slices = [n for n in graph_module.graph.nodes if n.target is aten.slice.Tensor]
+    assert [n.args[1:3] for n in slices] == [(3, 0), (3, 1)] and {n.args[4] for n in slices} == {2}
+
+
+def test_squares_have_one_spelling() -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    x = graph.tokens("x", (4,), FP32)
+    square = graph.function(aten.square.default, x)
+    graph_module = graph.finish(
+        graph.function(aten.add.Tensor, square, graph.function(aten.mul.Tensor, x, x))
+    )
+    prove_report(run_pass(canonicalize, graph_module), {})
+    assert [n.args[1] for n in graph_module.graph.nodes if n.target is aten.pow.Tensor_Scalar] == [2]

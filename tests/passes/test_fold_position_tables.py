@@ -1,5 +1,6 @@
 """Angles and learned rows become tables by position; what looks at other positions is refused."""
 
+import functools
 import operator
 
 import pytest
@@ -9,10 +10,11 @@ from models import HEAD_DIM, LONGEST
 from stages import BF16, FP32, SETTINGS, after, assert_idempotent, assert_same_numbers, calls, count
 from torch import fx
 
+from octavo.compiler.verify import prove_report
 from octavo.passes.fold_position_tables import fold_position_tables
 from octavo.passes.pattern import aten
 from octavo.passes.rewrite import held, set_meta
-from octavo.passes.rule import PassReport
+from octavo.passes.rule import PassReport, run_pass
 
 octavo = torch.ops.octavo
 
@@ -91,3 +93,20 @@ def test_an_arange_that_is_not_the_positions_stays() -> None:
 
 def test_idempotent() -> None:
     assert_idempotent("fold_position_tables", "softmax")
+
+
+def test_learned_rows_counted_from_two_get_a_table_of_their_own() -> None:
+    graph = LoweredGraph()
+    positions = graph.input("positions")
+    positions.name, positions.target = "position_ids", "position_ids"
+    table = graph.weight("learned", torch.randn(20, 8))
+    moved = graph.function(aten.add.Tensor, positions, 2)
+    x = graph.tokens("x", (8,), FP32)
+    row = graph.function(octavo.embedding.default, moved, table)
+    graph_module = graph.finish(graph.function(aten.add.Tensor, x, row))
+    report = run_pass(functools.partial(fold_position_tables, max_model_len=16), graph_module)
+    prove_report(report, {})
+    (name,) = report.notes
+    assert torch.equal(held(graph_module, name), held(graph_module, "learned")[2:18])
+    (lookup,) = calls(graph_module, octavo.embedding.default)
+    assert lookup.args[0] is positions

@@ -7,6 +7,7 @@ from models import LAYERS
 from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, calls, count
 from torch import fx
 
+from octavo.compiler.verify import prove_report
 from octavo.passes.fuse_rms_norm import fuse_rms_norm
 from octavo.passes.pattern import aten
 from octavo.passes.rule import run_pass
@@ -64,16 +65,41 @@ def test_refuses_to_round_and_leaves_the_conversion() -> None:
 
 
 def test_refuses_a_weight_that_is_not_one_row() -> None:
-    report = run_pass(fuse_rms_norm, norm_of(width=1))
+    graph_module = norm_of(width=1)
+    report = run_pass(fuse_rms_norm, graph_module)
     assert {r.reason for r in report.rejected} == {"the weight has shape (1,), expected (64,)"}
-    assert report.matched == 0
+    assert report.matched == 1  # the norm below it, which needs no weight
+    assert [str(node.args[1].target) for node in calls(graph_module, rms_norm)] == ["ones.float32_64"]
 
 
 def test_reports_a_mean_over_another_axis_as_a_near_miss() -> None:
     report = run_pass(fuse_rms_norm, norm_of(axis=1))
     assert (report.matched, report.rejected) == (0, [])
-    assert {miss.reason for miss in report.near_misses} == {"fuse_rms_norm: expected -1, got 1"}
+    assert "fuse_rms_norm: expected -1, got 1" in {miss.reason for miss in report.near_misses}
 
 
 def test_idempotent() -> None:
     assert_idempotent("fuse_rms_norm")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("spelling", ["rsqrt", "power"])
+def test_a_norm_without_a_weight_gets_ones(spelling: str, dtype: torch.dtype) -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    x = graph.tokens("x", (32,), dtype)
+    wide = graph.function(aten._to_copy.default, x, dtype=FP32) if dtype is not FP32 else x
+    mean = graph.function(aten.mean.dim, graph.function(aten.pow.Tensor_Scalar, wide, 2), [-1], True)
+    moved = graph.function(aten.add.Tensor, mean, 1e-6)
+    rsqrt = spelling == "rsqrt"
+    inverse = graph.function(
+        *((aten.rsqrt.default, moved) if rsqrt else (aten.pow.Tensor_Scalar, moved, -0.5))
+    )
+    y = graph.function(aten.mul.Tensor, wide, inverse)
+    y = graph.function(aten._to_copy.default, y, dtype=dtype) if dtype is not FP32 else y
+    graph_module = graph.finish(y)
+    report = run_pass(fuse_rms_norm, graph_module)
+    prove_report(report, {})
+    (norm,) = calls(graph_module, rms_norm)
+    assert report.matched == 1 and norm.args[2] == 1e-6
+    assert str(norm.args[1].target) == f"ones.{str(dtype).removeprefix('torch.')}_32"  # type: ignore[union-attr]
