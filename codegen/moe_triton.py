@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.linear_triton import with_stages
+from octavo.codegen.linear_triton import with_param, with_stages
 from octavo.codegen.moe import Mixture, Router, moe_refusal, read_mixture, read_router, router_refusal
 from octavo.codegen.row import Row, static_size
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
@@ -124,7 +124,12 @@ def product_spec(
         num_stages=stages,
         label=f"{weight}_{dtype}_e{mixture.experts}_n{n}_k{k}_m{block_m}",
     )
-    return with_stages(spec, *range(stages - 1, 0, -1))
+    fewer_stages = with_stages(spec, *range(stages - 1, 0, -1)).alternatives
+    if is_tma:
+        return replace(spec, alternatives=fewer_stages)
+    # rows that are not of whole 16-byte pieces are read element by element, which takes registers
+    short = with_param(with_param(spec, "BLOCK_K", 16), "STAGES", 1)
+    return replace(spec, alternatives=(*fewer_stages, replace(short, num_warps=2 * warps, num_stages=1)))
 
 
 def tile_numbers(dtype: str, block_m: int, is_gated: bool) -> tuple[int, int, int, int]:

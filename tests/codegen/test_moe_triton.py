@@ -144,3 +144,15 @@ def test_kernels_build_without_spills(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all("UTMALDG" in found for found in opcodes[2:6])
     assert ["UTCHMMA" in found for found in opcodes[2:6]] == [False, True, False, True]
     assert all("LDGSTS" in found and "UTMALDG" not in found for found in opcodes[7:])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_odd_sizes_have_a_form_that_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Tall tiles, whose elements come one by one."""
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    odd = Mixture("T", dtype, "", "", 3, 1, 37, 29, 37, "relu", 0.5, 0.0)
+    tall = moe_spec(odd, is_tma=False).launches[2]
+    (kernel,) = build_kernels([tall], B200)
+    assert evidence_row(kernel)["spill_bytes"] == 0
