@@ -52,3 +52,43 @@ def test_interrupt_leaves_no_artifact(
     code, out, err = run("compile", TINY, "-o", tmp_path / "out.octavo")
     assert (code, out, err) == (130, "", "octavo: interrupted\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_compile_goes_on_from_a_dumped_graph(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("compile", TINY, "--verify", "off", "--dump", "dumps", "-o", "whole.octavo")
+    assert code == 0 and "`octavo view dumps` shows them" in err
+    (file,) = Path("dumps").glob("??_fuse_rms_norm.py")
+    code, out, err = run("compile", "--from", file, "--verify", "sites")
+    assert (code, out.endswith("-cpu.octavo\n")) == (0, True)
+    assert "insert_paged_kv" in err and "canonicalize" not in err.split("passes (")[1].split("\n\n")[0]
+    whole, resumed = (octavo.load(path).artifact for path in ("whole.octavo", out.strip()))
+    for name in ("program.json", "weights.safetensors"):
+        assert whole.files[name] == resumed.files[name]
+    text = file.read_text()
+    file.write_text(text.replace("octavo.rms_norm.default", "octavo.rms_norn.default", 1))
+    line = 1 + next(i for i, line in enumerate(file.read_text().splitlines()) if "rms_norn" in line)
+    code, out, err = run("compile", "--from", file, "-o", "edited.octavo")
+    assert (code, out) == (1, "") and f"{file}:{line}: octavo.rms_norn.default is not an op" in err
+    assert not Path("edited.octavo").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "expected MODEL or --from FILE, got neither"),
+        (("demo", "--from", "x.py"), "expected MODEL or --from FILE, got both"),
+        (("--from", "x.py", "--dtype", "bf16"), "dtype: expected none with --from"),
+        (("--from", "x.py", "--page-size", "8"), "page_size: expected none with --from"),
+        (("--from", "x.py", "-o", "y"), "from: expected a dumped graph such as dump/07_fuse_rms_norm.py"),
+        (("--from", "x.py"), "expected a dump, got no summary.json in it"),
+    ],
+)
+def test_wrong_use_of_from_is_refused(
+    arguments: tuple[str, ...], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("compile", *arguments)
+    assert (code, out) == (2, "") and said in err.replace("\n", " ")
