@@ -80,8 +80,11 @@ def _replace_with_weight(graph_module: GraphModule, node: Node, value: torch.Ten
 
 
 def constant_name(node: Node) -> str:
-    """Merged weights are called after their parts: `layers.0.self_attn.q_proj.weight+k_proj.weight+...`."""
-    parts = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    """Made weights are called after those they are made of, `layers.0.self_attn.q_proj_k_proj_v_proj_cat`.
+
+    The node's own name alone would not do: once nodes are gone, others get their names.
+    """
+    parts = [n.target for n in collect([node], [])[0] if n.op == "get_attr"]
     if not parts:
         return f"folded.{node.name}"
     # A weight of the model itself, in no module, is not a place to keep others.

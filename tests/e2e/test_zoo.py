@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import ARCHITECTURES, MIXTURES, build, gpt_oss_2880
+from zoo import ARCHITECTURES, LATENTS, MIXTURES, build, gpt_oss_2880
 
 import octavo
 
@@ -42,11 +42,11 @@ def assert_greedy(model: Any, compiled: octavo.Compiled) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def table(print_at_end: Callable[[str, list[str]], None]) -> Any:
     yield
-    head = f"{'architecture':<14} {'found':>9} {'seconds':>8}  passes that fired"
+    head = f"{'architecture':<18} {'found':>9} {'seconds':>8}  passes that fired"
     print_at_end("zoo: layers found of those expected", [head, *ROWS])
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *MIXTURES])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *MIXTURES, *LATENTS])
 def test_zoo(name: str) -> None:
     model = build(name)
     start = time.perf_counter()
@@ -60,7 +60,7 @@ def test_zoo(name: str) -> None:
         if row["matched"] and row["pass"] != "canonicalize"
     ]
     attentions = next(row["notes"]["attentions"] for row in passes if "attentions" in row["notes"])
-    ROWS.append(f"{name:<14} {attentions:>9} {seconds:>8.1f}  {', '.join(fired)}")
+    ROWS.append(f"{name:<18} {attentions:>9} {seconds:>8.1f}  {', '.join(fired)}")
     assert attentions == "2 of 2"
 
 

@@ -5,9 +5,11 @@ import torch
 from lowered import LoweredGraph
 from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, before, calls, count
 
-from octavo.passes.fold_constants import fold_constants
+from octavo.compiler.errors import PassError
+from octavo.compiler.verify import prove_report
+from octavo.passes.fold_constants import constant_name, fold_constants
 from octavo.passes.pattern import aten
-from octavo.passes.rewrite import held
+from octavo.passes.rewrite import held, hold
 from octavo.passes.rule import run_pass
 
 octavo = torch.ops.octavo
@@ -51,6 +53,19 @@ def test_names_what_is_made_of_a_weight_of_the_model_itself() -> None:
     assert "folded.bias_reshape_default" in dict(graph_module.named_buffers())
 
 
+def test_two_weights_made_alike_have_two_names() -> None:
+    """Where a node's name was used before, in another graph or by a node that is gone, say."""
+    names = []
+    for owner in ("first", "second"):
+        graph = LoweredGraph()
+        weight = graph.weight(f"layers.{owner}.weight", torch.arange(8.0).view(2, 4))
+        part = graph.function(
+            aten.slice.Tensor, graph.function(aten.reshape.default, weight, [4, 2]), 0, 0, 2
+        )
+        names.append(constant_name(part))
+    assert names == ["layers.first_slice_tensor", "layers.second_slice_tensor"]
+
+
 def test_a_factory_counts_as_a_constant_where_something_is_made_of_it() -> None:
     graph = LoweredGraph()
     x = graph.tokens("x", (4,), FP32)
@@ -76,3 +91,25 @@ def test_leaves_inputs_and_random_numbers_alone() -> None:
 
 def test_idempotent() -> None:
     assert_idempotent("fold_constants", "sdpa")
+
+
+def test_every_constant_is_proven_with_its_values() -> None:
+    graph_module, report = after("fold_constants", "gpt2")
+    assert report.matched == report.notes["folded"] > 0
+    prove_report(report, {})
+    assert report.proof.sites == report.matched
+    site = report.sites[-1]
+    site.constants[str(site.table)].view(-1)[3] += 1e-6
+    with pytest.raises(
+        PassError, match=r"^fold_constants: the rewrite of node .*h\.\d+\..*\.py:\d+ is not equal"
+    ):
+        prove_report(report, {})
+
+
+def test_constants_without_values_are_compared_by_shape() -> None:
+    graph_module = before("fold_constants", "gpt2")
+    for name, parameter in [*graph_module.named_buffers()]:
+        hold(graph_module, name, parameter.to("meta"))
+    report = run_pass(fold_constants, graph_module)
+    prove_report(report, {})
+    assert report.proof.sites == report.matched > 0
