@@ -213,3 +213,17 @@ def test_tables_are_proven_row_by_row_bit_for_bit() -> None:
         table.node, table.where, table.before, table.after, table.examples, wrong, "other", table.table
     )
     assert "every bit" in failure(broken)
+
+
+def test_proofs_run_on_one_thread_and_give_the_others_back() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        with mock.patch.object(
+            verify, "prove", side_effect=lambda *_, **__: seen.append(torch.get_num_threads())
+        ):
+            with pytest.raises(AttributeError):  # there is no evidence
+                prove_report(PassReport("test", sites=[site(norm(1e-5), norm(1e-5))]), {})
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)

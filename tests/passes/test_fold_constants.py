@@ -94,7 +94,7 @@ def test_idempotent() -> None:
 
 
 def test_every_constant_is_proven_with_its_values() -> None:
-    graph_module, report = after("fold_constants", "gpt2")
+    _, report = after("fold_constants", "gpt2")
     assert report.matched == report.notes["folded"] > 0
     prove_report(report, {})
     assert report.proof.sites == report.matched
@@ -108,8 +108,8 @@ def test_every_constant_is_proven_with_its_values() -> None:
 
 def test_constants_without_values_are_compared_by_shape() -> None:
     graph_module = before("fold_constants", "gpt2")
-    for name, parameter in [*graph_module.named_buffers()]:
-        hold(graph_module, name, parameter.to("meta"))
+    for name, weight in [*graph_module.named_buffers()]:
+        hold(graph_module, name, weight.to("meta"))
     report = run_pass(fold_constants, graph_module)
     prove_report(report, {})
     assert report.proof.sites == report.matched > 0
