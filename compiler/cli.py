@@ -165,7 +165,7 @@ octavo.__doc__ = HELP
 
 @app.command()
 def compile(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
     ] = None,

@@ -1,5 +1,8 @@
 """`octavo view`: one file that works in a browser, with the keyboard, at 1280 pixels."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -50,6 +53,13 @@ def test_view_of_something_else_is_refused(run: Run, tmp_path: Path, dump: Path)
     ) and "expected a dump, got no summary.json in it; `octavo compile MODEL" in err
     code, _, err = run("view", dump, "-o", tmp_path / "no/such/folder.html")
     assert code == 2 and "output: expected to write" in err
+
+
+def test_view_waits_for_no_torch() -> None:
+    program = "import sys, octavo.compiler.commands.view; print('torch' in sys.modules)"
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", program], env=paths, capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr
 
 
 @pytest.fixture(scope="module")
