@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import LONGEST, VOCAB, tiny
 from stages import BF16, FP32, compiled, greedy
+from zoo import build
 
 import octavo
 from octavo.compiler.capture import reference_logits
@@ -32,6 +33,13 @@ def one_batch() -> Batch:
         logit_rows=np.array([2, 10], np.int64),
         requests=(),
     )
+
+
+def test_a_mixture_of_experts_runs_as_the_host_program_does() -> None:
+    artifact = octavo.compile(build("gpt_oss"), page_size=4).artifact
+    logits = EagerRunner(artifact, 8).run(one_batch())
+    native = NativeRunner(artifact, 8).run(one_batch())
+    assert np.abs(logits - native).max() <= 1e-5 * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("name", ["llama", "sdpa"])
