@@ -93,7 +93,7 @@ def product_spec(
     is_gated, dtype, item = weight == "gate_up", mixture.dtype, ITEM_BYTES[mixture.dtype]
     n, k = (mixture.intermediate, mixture.hidden) if is_gated else (mixture.out, mixture.intermediate)
     rows, out_dtype = (2 * n, dtype) if is_gated else (n, "fp32")
-    block_n, block_k, warps, stages = tile_numbers(dtype, block_m, is_gated)
+    block_n, block_k, warps, stages = tile_numbers(dtype, block_m, is_gated, k)
     if is_tma:
         weight_arg = tiles(weight, dtype, (mixture.experts * rows, k), (block_n, block_k))
     else:
@@ -132,13 +132,16 @@ def product_spec(
     return replace(spec, alternatives=(*fewer_stages, replace(short, num_warps=2 * warps, num_stages=1)))
 
 
-def tile_numbers(dtype: str, block_m: int, is_gated: bool) -> tuple[int, int, int, int]:
-    """(columns, elements of K, warps, tiles in flight); a gated product has two tiles of weights at once."""
+def tile_numbers(dtype: str, block_m: int, is_gated: bool, k: int) -> tuple[int, int, int, int]:
+    """(columns, elements of K, warps, tiles in flight); a gated product has two tiles of weights at once.
+
+    Rows that are not of whole 16-byte pieces pass through registers, which hold half as much.
+    """
     if dtype == "fp32":
         return (32, 32, 4, 3) if is_gated else (64, 32, 4, 3)
     if block_m == 16:
         return (32, 128, 4, 4) if is_gated else (64, 128, 4, 4)
-    return (64, 64, 8, 3) if is_gated else (128, 64, 8, 3)
+    return (64, 64, 8, 3) if is_gated or k % 8 else (128, 64, 8, 3)
 
 
 def combine_spec(mixture: Mixture) -> KernelSpec:
