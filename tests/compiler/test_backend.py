@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import logging
+import os
+import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
@@ -72,6 +75,31 @@ def test_the_entry_point_is_the_backend() -> None:
     ((name, value),) = project["entry-points"]["torch_dynamo_backends"].items()
     point = importlib.metadata.EntryPoint(name, value, "torch_dynamo_backends")
     assert (point.name, point.load()) == ("octavo", octavo_backend)
+
+
+BY_NAME = """
+import sys, torch
+assert "octavo" in torch.compiler.list_backends() and "octavo" not in sys.modules
+fast = torch.compile(lambda x: x * 2, backend="octavo")
+with torch.no_grad():
+    assert fast(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
+import octavo
+assert len(octavo.backend_report().graphs) == 1
+"""
+
+
+def test_once_installed_its_name_is_enough(tmp_path: Path) -> None:
+    """With the metadata that pip writes, and nothing of ours imported before."""
+    root = Path(__file__).parents[2]
+    points = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = tmp_path / "octavo-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: octavo\nVersion: 0\n")
+    group = "torch_dynamo_backends"
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points[group].items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(root / "src")))}
+    subprocess.run([sys.executable, "-c", BY_NAME], env={**os.environ, **paths}, check=True)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
