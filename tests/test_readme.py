@@ -21,13 +21,34 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_python_block_runs(tmp_path: Path) -> None:
-    (program,) = blocks("python")
+    program = blocks("python")[0]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert "insert_paged_kv" in result.stdout and "token_ids=(" in result.stdout
     assert (tmp_path / "artifact/manifest.json").is_file()
+
+
+# What the block about torch.compile leaves to the reader; its backend is known by name where octavo is installed.
+BEFORE_COMPILE = """
+import torch, octavo
+from models import llama
+from octavo.compiler.backend import octavo_backend
+torch._dynamo.register_backend(octavo_backend, name="octavo")
+model, input_ids = llama(num_hidden_layers=1), torch.ones(2, 5, dtype=torch.long)
+attention_mask = torch.ones_like(input_ids)
+"""
+
+
+def test_the_block_of_torch_compile_runs(tmp_path: Path) -> None:
+    program = BEFORE_COMPILE + blocks("python")[1]
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "1 graphs compiled, 0 graph breaks" in result.stdout and "fuse_rms_norm 3" in result.stdout
 
 
 def test_commands_exist() -> None:
