@@ -33,6 +33,9 @@ ATTENTION = frozenset(
 )
 LATENT = frozenset(("octavo::mla_attention", "octavo::latent_attention"))
 
+# Of masks and scores these may stay until attention is found.
+VIEWS_OF_PAIRS = frozenset("aten::" + name for name in ("view", "_unsafe_view", "unsqueeze", "squeeze"))
+
 # None: anything may remain. Otherwise the ops that must be gone, or the only ones that may stay.
 LEGAL: dict[Stage, frozenset[str] | None] = {
     "captured": None, "canonical": None, "fused": None, "paged": None, "lowered": KERNELS | VIEWS,
@@ -78,6 +81,8 @@ def _check_call(
             f"{after}: {name} joins or splits the token axis ({where(node)}); tokens of different "
             "sequences lie next to each other in a step, so no value may mix them"
         )
+    if stage == "canonical" and name in VIEWS_OF_PAIRS and _is_of_pairs(node):
+        return
     if (name in illegal and (name not in ATTENTION or is_attention(node))) or (
         legal is not None and name not in legal
     ):
@@ -86,6 +91,12 @@ def _check_call(
         )
     if "val" not in node.meta:
         raise IllegalGraphError(f"{after}: {where(node)} has no inferred shape")
+
+
+def _is_of_pairs(node: Node) -> bool:
+    """A value for each pair of tokens: its view has two symbolic sizes, which no -1 can stand for."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and sum(not isinstance(d, int) for d in value.shape) > 1
 
 
 def _is_size(node: Node) -> bool:

@@ -206,6 +206,8 @@ def softmax(call: Call) -> Flow:
 
 
 def reduction(call: Call) -> Flow:
+    if getattr(call.node.target, "_overloadname", "") == "other":
+        return elementwise(call)  # the larger of two tensors
     flow, dims = call.operand(), call.dims()
     kept = bool(call.argument("keepdim"))
     if any(axis in dims for axis in flow.axes):

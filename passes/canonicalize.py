@@ -70,6 +70,7 @@ def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None
         _dialect,
         _square,
         _every_second,
+        _select,
         _slices,
         _join,
         _expand,
@@ -250,6 +251,24 @@ def _square(node: Node) -> Build | None:
     if node.target is aten.mul.Tensor and node.args[0] is node.args[1]:
         return Build(lambda b: b.call(aten.pow.Tensor_Scalar, node.args[0], 2))
     return None
+
+
+def _select(node: Node) -> Build | None:
+    """One element of an axis of fixed size is a part of width one, without that axis."""
+    if node.target is not aten.select.int:
+        return None
+    source, axis, which = arguments(node)
+    axis, sizes = axis % len(shape(source)), target_sizes(shape(node))
+    width = shape(source)[axis]
+    if sizes is None or not isinstance(width, int) or not isinstance(which, int):
+        return None
+    start = which % width
+    return Build(
+        lambda b: b.call(
+            aten.reshape.default, b.call(aten.slice.Tensor, source, axis, start, start + 1), sizes
+        ),
+        (source,),
+    )
 
 
 def _every_second(node: Node) -> Build | None:

@@ -31,11 +31,12 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """What all masks of an attention mean together; slopes (heads,) in fp32 or None."""
+    """What all masks of an attention mean together; slopes (heads,) in fp32 or None, and what made them."""
 
     causal: bool
     window: int
     slopes: Tensor | None = None
+    biases: tuple[Node, ...] = ()
 
 
 def classify(graph_module: GraphModule, masks: Sequence[tuple[Node, str]], heads: int, length: int) -> Mask:
@@ -51,11 +52,11 @@ def classify(graph_module: GraphModule, masks: Sequence[tuple[Node, str]], heads
     for node, kind, value in values:
         allowed &= _allowed(value, kind, node)
     causal, window = _predicate(allowed, names)
-    biases = [value for _, kind, value in values if kind == "add" and not _is_plain(value)]
-    slopes = (
-        _slopes(torch.stack([_by_head(b, heads) for b in biases]).sum(0), allowed, names) if biases else None
-    )
-    return Mask(causal, window, slopes)
+    biases = {node: value for node, kind, value in values if kind == "add" and not _is_plain(value)}
+    if not biases:
+        return Mask(causal, window)
+    total = torch.stack([_by_head(bias, heads) for bias in biases.values()]).sum(0)
+    return Mask(causal, window, _slopes(total, allowed, names), tuple(biases))
 
 
 def _probe(node: Node, heads: int, length: int) -> int:

@@ -24,32 +24,44 @@ SDPA = aten.scaled_dot_product_attention.default
 CASTS = (aten._to_copy.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
 HEADS_FIRST, SWAP_LAST, HEADS_TOKENS = [0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3]
+PRODUCTS = (aten.matmul.default, aten.bmm.default)
+VIEWS = (
+    aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
 LARGEST_PROBE = 4097
 
 
 @dataclass(frozen=True)
 class Operand:
-    """q, k or v: `node`, whose axes taken in `order` are (1, heads, T, D)."""
+    """q, k or v: `node`, whose axes taken in `order` are (1, heads, T, D); without a first axis (heads, T, D)."""
 
     node: Node
     order: list[int]
 
     def tokens_first(self, build: Builder) -> Node:
+        if len(self.order) == 3:
+            heads_first = build.call(aten.permute.default, self.node, self.order)
+            sizes = [1, *(d if isinstance(d, int) else -1 for d in heads_first.meta["val"].shape)]
+            return build.call(
+                aten.permute.default, build.call(aten.reshape.default, heads_first, sizes), HEADS_TOKENS
+            )
         return build.call(aten.permute.default, self.node, [self.order[d] for d in HEADS_TOKENS])
 
     @property
     def shape(self) -> list[Any]:
         sizes = self.node.meta["val"].shape
-        if len(sizes) != 4 or len(self.order) != 4:
+        if len(sizes) not in (3, 4) or len(self.order) != len(sizes):
             raise Refused(f"{self.node.name} has {len(sizes)} axes, expected (1, heads, T, D)")
-        return [sizes[d] for d in self.order]
+        return [1, *(sizes[d] for d in self.order)][-4:]
 
 
 @dataclass
 class Core:
     """One attention that ends in `root`; masks are (node, kind) with kind add, keep or drop.
 
-    cut  the last column of the weights is dropped, which a sink must have brought
+    cut      the last column of the weights is dropped, which a sink must have brought
+    factors  what multiplies each bias after it was added
     """
 
     root: Node
@@ -64,6 +76,14 @@ class Core:
     slopes: torch.Tensor | None = None
     cut: bool = False
     masks: list[tuple[Node, str]] = field(default_factory=list)
+    factors: dict[Node, float] = field(default_factory=dict)
+
+    def add(self, bias: Node) -> None:
+        """A bias is scaled by what multiplies the sum afterwards, and must not be below a soft-cap."""
+        if self.softcap:
+            raise Refused(f"{describe(bias)} is added before the soft-cap")
+        self.masks.append((bias, "add"))
+        self.factors[bias] = self.scale
 
 
 def fuse_attention(graph_module: GraphModule, max_model_len: int) -> PassReport:
@@ -92,30 +112,40 @@ def from_sdpa(node: Node) -> Core:
     core.causal = bool(given.get("is_causal", False))
     mask = given.get("attn_mask")
     if isinstance(mask, Node):
-        core.masks.append((mask, "keep" if mask.meta["val"].dtype is torch.bool else "add"))
+        if mask.meta["val"].dtype is torch.bool:
+            core.masks.append((mask, "keep"))
+        else:
+            core.masks.append((mask, "add"))
+            core.factors[mask] = 1.0
     return core
 
 
 def from_softmax(node: Node) -> Core:
-    if node.args[1] not in (-1, 3):
+    if node.args[1] not in (-1, len(node.meta["val"].shape) - 1):
         raise Refused(f"softmax over axis {node.args[1]}, not over the keys")
     root, cut = _product_below(node)
     core = Core(root, cut=cut)
-    core.v = _operand(core.root.args[1], HEADS_FIRST)
-    product = _walk_up(node.args[0], core)
+    core.v = _operand(core.root.args[1], _axes(core.root.args[1], HEADS_FIRST))
+    q, k = _walk_up(node.args[0], core)
     if core.cut and core.sinks is None:
         raise Refused("the weights of the last key are dropped, which is no sink")
-    core.q, core.k = _operand(product.args[0], HEADS_FIRST, core), _operand(product.args[1], SWAP_LAST, core)
+    core.q, core.k = _operand(q, _axes(q, HEADS_FIRST), core), _operand(k, _axes(k, SWAP_LAST), core)
     return core
+
+
+def _axes(value: Any, order: list[int]) -> list[int]:
+    """The order for an operand with or without the axis of size one in front."""
+    rank = len(value.meta["val"].shape) if isinstance(value, Node) else 4
+    return [d - 1 for d in order[1:]] if rank == 3 else order
 
 
 def _product_below(node: Node) -> tuple[Node, bool]:
     """The product of the weights with v, past conversions; and whether the last column was cut off on the way."""
     users, cut = list(node.users), False
-    while len(users) == 1 and (users[0].target in CASTS or _cuts_last(users[0])):
-        cut = cut or users[0].target not in CASTS
+    while len(users) == 1 and (users[0].target in CASTS or _is_lead_view(users[0]) or _cuts_last(users[0])):
+        cut = cut or _cuts_last(users[0])
         node, users = users[0], list(users[0].users)
-    if len(users) != 1 or users[0].target is not aten.matmul.default or users[0].args[0] is not node:
+    if len(users) != 1 or users[0].target not in PRODUCTS or users[0].args[0] is not node:
         raise Refused(f"the weights go to {[describe(u) for u in users]}, not into one product with v")
     return users[0], cut
 
@@ -128,18 +158,35 @@ def _cuts_last(node: Node) -> bool:
     return bool(node.args[2] == 0) and str(whole - part) == "1"
 
 
-def _walk_up(value: Any, core: Core) -> Node:
-    """From the softmax's input to the product of q and k."""
-    while isinstance(value, Node) and value.target is not aten.matmul.default:
+def _is_lead_view(node: Node) -> bool:
+    """A view that adds or takes away axes of size one in front."""
+    if node.target not in VIEWS or not isinstance(node.args[0], Node):
+        return False
+    old, new = ([str(d) for d in value.meta["val"].shape] for value in (node.args[0], node))
+    short, long = sorted((old, new), key=len)
+    lead = len(long) - len(short)
+    return long[lead:] == short and long[:lead] == ["1"] * lead
+
+
+def _walk_up(value: Any, core: Core) -> tuple[Any, Any]:
+    """From the softmax's input to q and k."""
+    while isinstance(value, Node) and value.target not in PRODUCTS:
+        if value.target is aten.baddbmm.default:
+            bias, q, k = value.args
+            if value.kwargs.get("beta", 1) != 1:
+                raise Refused(f"{describe(value)} scales its bias by {value.kwargs['beta']}")
+            core.add(bias)  # type: ignore[arg-type]
+            core.scale *= _constant(value.kwargs.get("alpha", 1))
+            return q, k
         value = _step_up(value, core)
     if not isinstance(value, Node):
         raise Refused(f"the scores do not come from a product of q and k but from {describe(value)}")
-    return value
+    return value.args[0], value.args[1]
 
 
 def _step_up(node: Node, core: Core) -> Any:
     first, *rest = node.args
-    if node.target in CASTS:
+    if node.target in CASTS or _is_lead_view(node):
         return first
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
         factor = _constant(rest[0])
@@ -158,7 +205,7 @@ def _step_up(node: Node, core: Core) -> Any:
         inner, mask = (first, rest[0]) if _reaches_product(first) else (rest[0], first)
         if not isinstance(mask, Node) or _reaches_product(mask):
             raise Refused(f"{describe(node)} adds {describe(mask)} to the scores")
-        core.masks.append((mask, "add"))
+        core.add(mask)
         return inner
     if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         _require_forbidden(rest[1])
@@ -197,7 +244,7 @@ def _sink(node: Node, core: Core) -> Node:
 def _reaches_product(value: Any, depth: int = 12) -> bool:
     if not isinstance(value, Node) or depth == 0:
         return False
-    if value.target is aten.matmul.default:
+    if value.target in (*PRODUCTS, aten.baddbmm.default):
         return True
     return any(_reaches_product(n, depth - 1) for n in value.all_input_nodes)
 
@@ -280,6 +327,11 @@ def _classify_masks(graph_module: GraphModule, core: Core, max_model_len: int) -
     length = keys if isinstance(keys, int) else min(max_model_len, LARGEST_PROBE)
     mask = classify(graph_module, core.masks, heads, length)
     core.causal, core.window, core.slopes = core.causal or mask.causal, mask.window, mask.slopes
+    factors = {core.factors[bias] for bias in mask.biases}
+    if len(factors) > 1:
+        raise Refused(f"biases are added at several places of the scale: {sorted(factors)}")
+    if core.slopes is not None:
+        core.slopes = core.slopes * factors.pop()
 
 
 def _replace(graph_module: GraphModule, core: Core) -> Any:
@@ -293,7 +345,9 @@ def _replace(graph_module: GraphModule, core: Core) -> Any:
         options = (core.scale, core.causal, core.window, core.softcap)
         sinks = None if core.sinks is None else b.call(aten.reshape.default, core.sinks, [-1])
         out = b.call(octavo.attention.default, q, k, v, sinks, *options, *slopes)
-        return [b.call(aten.permute.default, out, HEADS_TOKENS)]
+        out = b.call(aten.permute.default, out, HEADS_TOKENS)
+        sizes = [d if isinstance(d, int) else -1 for d in core.root.meta["val"].shape]
+        return [out if len(sizes) == 4 else b.call(aten.reshape.default, out, sizes)]
 
     sinks = [core.sinks] if core.sinks is not None else []
     return replace(graph_module, [core.root], build, [core.q.node, core.k.node, core.v.node, *sinks])
@@ -301,6 +355,6 @@ def _replace(graph_module: GraphModule, core: Core) -> Any:
 
 def _weight_of(graph_module: GraphModule, slopes: torch.Tensor) -> Node:
     """One weight for equal slopes of all layers."""
-    name = f"slopes.s{content(slopes)}"
+    name = f"folded.slopes_{content(slopes)[:12]}"
     known = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == name]
     return known[0] if known else new_weight(graph_module, name, slopes, Recipe((), lambda _: slopes))

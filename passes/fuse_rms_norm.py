@@ -44,7 +44,7 @@ def replace_plain(build: Builder, found: Match) -> Node:
 
 def _ones(graph_module: GraphModule, width: int, dtype: torch.dtype) -> Node:
     """One weight for all norms of a width."""
-    name = f"ones.{str(dtype).removeprefix('torch.')}_{width}"
+    name = f"folded.ones_{str(dtype).removeprefix('torch.')}_{width}"
     known = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == name]
     make = Recipe((), lambda _: torch.ones(width, dtype=dtype))
     return known[0] if known else new_weight(graph_module, name, make.make(()), make)

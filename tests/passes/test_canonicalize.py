@@ -77,6 +77,10 @@ def test_removes_what_changes_nothing(made: Made) -> None:
         (lambda g, x: g.function(aten.mul.Tensor, x, 2.0), ["aten::mul(2.0,)"]),
         (lambda g, x: g.function(aten.slice.Tensor, x, 2, 1, 3), ["aten::slice(2, 1, 3)"]),
         (lambda g, x: g.function(aten.to.dtype, x, BF16), ["aten::_to_copy()"]),
+        (
+            lambda g, x: g.function(aten.expand.default, x, [2, -1, -1, -1, -1]),
+            ["aten::reshape([1, 1, -1, 4, 6],)", "aten::expand([2, -1, -1, -1, -1],)"],
+        ),
     ],
 )
 def test_one_spelling(made: Made, left: list[str]) -> None:
@@ -239,3 +243,13 @@ def test_squares_have_one_spelling() -> None:
     )
     prove_report(run_pass(canonicalize, graph_module), {})
     assert [n.args[1] for n in graph_module.graph.nodes if n.target is aten.pow.Tensor_Scalar] == [2]
+
+
+def test_an_element_of_a_fixed_axis_is_a_part() -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    parts = graph.function(aten.view.default, graph.tokens("x", (48,), FP32), [1, -1, 4, 3, 4])
+    graph_module = graph.finish(graph.function(aten.select.int, parts, -2, -1))
+    prove_report(run_pass(canonicalize, graph_module), {})
+    (part,) = [n for n in graph_module.graph.nodes if n.target is aten.slice.Tensor]
+    assert part.args[1:] == (3, 2, 3)

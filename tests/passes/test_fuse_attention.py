@@ -10,8 +10,10 @@ from stages import BF16, FP32, SETTINGS, after, assert_idempotent, assert_same_n
 from torch import fx
 
 from octavo.compiler.pipeline import Settings
+from octavo.compiler.verify import prove_report
 from octavo.passes.fuse_attention import fuse_attention
 from octavo.passes.pattern import arguments, aten
+from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport
 
 attention = torch.ops.octavo.attention.default
@@ -150,3 +152,37 @@ def test_a_window_as_long_as_the_model_is_none() -> None:
     graph_module = before("fuse_attention", "window")
     fuse_attention(graph_module, Settings(4, WINDOW).max_model_len)
     assert [node.args[6] for node in calls(graph_module, attention)] == [0] * LAYERS
+
+
+def test_products_of_heads_without_a_batch_axis_and_a_scaled_bias() -> None:
+    """Bloom's spelling: products over (heads, T, D), a view for the mask, and one for the product with v."""
+    graph = LoweredGraph()
+    ids = graph.input("input_ids")
+    q, k, v = (
+        graph.function(
+            aten.reshape.default, graph.function(aten.permute.default, graph.tokens(n, (2, 8), FP32), [0, 2, 1, 3]),
+            [2, -1, 8],
+        )
+        for n in "qkv"
+    )  # fmt: skip
+    length = graph.function(aten.sym_size.int, ids, 1)
+    keys = graph.function(aten.reshape.default, graph.function(aten.arange.default, length), [1, 1, -1])
+    bias = graph.function(
+        aten.mul.Tensor, graph.weight("slopes", torch.tensor([0.5, 0.25])[:, None, None]), keys
+    )
+    product = graph.function(aten.bmm.default, q, graph.function(aten.permute.default, k, [0, 2, 1]))
+    scores = graph.function(aten.add.Tensor, bias, graph.function(aten.mul.Tensor, product, 0.25))
+    wide = graph.function(aten.mul.Tensor, graph.function(aten.unsqueeze.default, scores, 0), 0.5)
+    later = graph.weight("later", torch.full((LENGTH, LENGTH), float("-inf")).triu(1))
+    for axis in (0, 1):
+        later = graph.function(aten.slice.Tensor, later, axis, 0, length)
+    weights = graph.function(aten.softmax.int, graph.function(aten.add.Tensor, wide, later), -1)
+    out = graph.function(aten.bmm.default, graph.function(aten.squeeze.dim, weights, 0), v)
+    graph_module = graph.finish(out)
+    report = fuse_attention(graph_module, LENGTH)
+    assert [r.reason for r in report.rejected] == []
+    prove_report(report, {})
+    (node,) = calls(graph_module, attention)
+    assert list(node.args[3:8]) == [None, 0.125, True, 0, 0.0]
+    slopes = held(graph_module, str(node.args[8].target))  # type: ignore[union-attr]
+    assert slopes.tolist() == [0.25, 0.125]  # the scale after the sum goes for the bias too
