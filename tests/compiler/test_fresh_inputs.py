@@ -101,6 +101,15 @@ def test_constants_keep_their_values() -> None:
     assert fresh_inputs(graph_module, examples, 5, 0, {"x": given})[0] is given
 
 
+def test_complex_inputs_have_two_random_parts() -> None:
+    graph = LoweredGraph()
+    table = graph.tokens("table", (8,), torch.complex64)
+    graph_module = graph.finish(graph.function(torch.ops.aten.view_as_real.default, table))
+    (value,) = fresh_inputs(graph_module, (table.meta["val"],), 5, 0)
+    assert (value.dtype, value.shape) == (torch.complex64, (1, 5, 8))
+    assert value.real.std() > 0.5 and value.imag.std() > 0.5 and not torch.equal(value.real, value.imag)
+
+
 def test_page_size_is_the_caches() -> None:
     g = LoweredGraph()
     assert page_size_of(g.finish(g.cache("v_cache_3", 2, 32, 16, FP32))) == 32

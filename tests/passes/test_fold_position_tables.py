@@ -20,7 +20,7 @@ octavo = torch.ops.octavo
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("name", ["llama", "softmax"])  # positions given, and positions counted inside
+@pytest.mark.parametrize("name", ["llama", "softmax", "latent"])  # positions given; counted inside; pairs
 def test_fires_with_the_same_numbers(name: str, dtype: torch.dtype) -> None:
     graph_module, report = after("fold_position_tables", name, dtype)
     assert len(report.notes) == 2

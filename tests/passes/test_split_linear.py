@@ -158,6 +158,25 @@ def test_leaves_halves_that_are_rotated_apart_and_joined_again() -> None:
     assert all("joins the parts again" in r.reason for r in report.rejected)
 
 
+@pytest.mark.parametrize("lead", [(1, -1), (1, 1, -1)], ids=str)
+def test_splits_a_part_that_is_joined_with_another_value(lead: tuple[int, ...]) -> None:
+    """Also where the rows lie under an axis more than their view has."""
+    graph = LoweredGraph()
+    x, other = graph.tokens("x", (16,), FP32), graph.tokens("other", (4, 2), FP32)
+    rows = graph.function(aten.reshape.default, x, [*lead, 16])
+    product = graph.call("linear", rows, graph.weight("w", torch.randn(24, 16)))
+    value = graph.function(aten.reshape.default, product, [1, -1, 4, 6])
+    part, rest = (graph.function(aten.slice.Tensor, value, 3, *ends) for ends in ((0, 4), (4, 6)))
+    joined = graph.function(aten.cat.default, [part, graph.function(aten.neg.default, other)], 3)
+    graph_module = graph.finish(joined, rest)
+    x_value, other_value = torch.randn(1, 5, 16), torch.randn(1, 5, 4, 2)
+    expected = graph_module(x_value, other_value)
+    report = run_pass(split_linear, graph_module)
+    assert (report.matched, report.rejected) == (2, [])
+    for got, wanted in zip(graph_module(x_value, other_value), expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_view_that_is_also_read_whole_is_left(turned: bool) -> None:
     _, _, report = viewed(3, 0, 4, turned, whole=True)
