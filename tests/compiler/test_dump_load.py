@@ -11,7 +11,7 @@ from lowered import LoweredGraph
 from models import SPELLINGS, tiny
 from stages import FP32, SETTINGS, before, captured, logits, tokens
 from torch import fx
-from zoo import ARCHITECTURES
+from zoo import ARCHITECTURES_AND_MIXTURES
 
 from octavo.compiler import dump_load
 from octavo.compiler.dump import CALLS, SHORT, print_graph, settle
@@ -21,7 +21,7 @@ from octavo.compiler.pipeline import PIPELINE, apply_step
 from octavo.passes.rewrite import set_meta
 
 
-@pytest.mark.parametrize("name", ["llama", *SPELLINGS, *ARCHITECTURES])
+@pytest.mark.parametrize("name", ["llama", *SPELLINGS, *ARCHITECTURES_AND_MIXTURES])
 def test_zoo_of_every_stage_prints_loads_and_computes_the_same(name: str) -> None:
     """After every step that changed the graph: equal text, names to come, and outputs."""
     try:

@@ -12,7 +12,7 @@ import torch
 from models import LONGEST, tiny
 from stages import SETTINGS, captured, tokens
 from tiny_llama import build_tokenizer
-from zoo import ARCHITECTURES
+from zoo import ARCHITECTURES_AND_MIXTURES
 
 import octavo
 from octavo.compiler.capture import reference_logits
@@ -75,11 +75,11 @@ def test_the_artifact_is_that_of_an_uninterrupted_compile(step: str, whole: tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ARCHITECTURES_AND_MIXTURES)
 def test_zoo_lowers_to_the_same_graph_and_weights_from_every_file(name: str, tmp_path: Path) -> None:
     """Program and weights are made of these alone."""
     options = CompileOptions(verify="off")
-    dumps = DumpWriter(tmp_path)
+    dumps = DumpWriter(tmp_path, facts={"target": "cpu", "model": {"name": name}})
     expected = lower(captured(name), options, SETTINGS, dumps=dumps).graph_module
     dumps.write_summary([])
     summary = read_summary(tmp_path)
