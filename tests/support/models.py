@@ -144,6 +144,15 @@ class WindowAttention(SoftmaxAttention):
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, float("-inf"))
 
 
+class AlibiAttention(SoftmaxAttention):
+    """Every head has a slope, by which it looks less at keys that are further away (Press et al. 2022)."""
+
+    def mask(self, positions: Tensor) -> Tensor:
+        distance = (positions[0][:, None] - positions[0][None]).float()
+        slopes = 2.0 ** -torch.arange(1, HEADS + 1, device=positions.device).float()
+        return super().mask(positions) - slopes[:, None, None] * distance
+
+
 class PrefixAttention(SoftmaxAttention):
     """The first three tokens see each other: cannot be paged."""
 
@@ -265,6 +274,7 @@ SPELLINGS = {
     "einsum": Spelling(EinsumAttention, tied=True),
     "window": Spelling(WindowAttention),
     "prefix": Spelling(PrefixAttention),
+    "alibi": Spelling(AlibiAttention),
     "bidirectional": Spelling(BidirectionalAttention),
     "none": Spelling(NoAttention),
     "biased": Spelling(SdpaAttention, bias=True),
@@ -276,6 +286,6 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A fresh model of SPELLINGS, or "llama". Equal names give equal weights."""
     torch.manual_seed(0)
     model: nn.Module = llama() if name == "llama" else with_margin(TinyLM(SPELLINGS[name]))
-    if name in ("softmax", "window", "prefix"):
+    if name in ("softmax", "window", "prefix", "alibi"):
         model = WithoutPositions(model)
     return model.to(dtype).eval()
