@@ -176,6 +176,17 @@ def test_a_mask_of_a_fixed_length_is_classified() -> None:
     assert rewritten()[0]["fuse_attention"] == LAYERS
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+@torch.no_grad()
+def test_keys_of_earlier_steps_keep_their_attention(dynamic: bool) -> None:
+    """Three queries over seven keys are not one sequence that looks at itself."""
+    fast = compiled(nn.functional.scaled_dot_product_attention, dynamic, verify="sites")
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 7, 8)
+    assert_same(fast(q, k, k), nn.functional.scaled_dot_product_attention(q, k, k))
+    (graph,) = octavo.backend_report().graphs
+    assert graph.rewritten == {} and "queries look at" in str(graph)
+
+
 @torch.no_grad()
 def test_generate_with_a_growing_cache() -> None:
     model, prompt = llama(num_hidden_layers=1), ids(2, 6)
