@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, export
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
@@ -221,6 +221,12 @@ Identity = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
     """The exported graph with parameters, buffers and constants as attributes, and one output."""
+    written = [s.target for s in program.graph_signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
+    if written:
+        raise CaptureError(
+            f"capture: the model writes to {', '.join(str(t).removeprefix('model.') for t in written[:3])} while it "
+            "runs: state outside attention, or weights that change with every call; make the forward pass pure"
+        )
     root = nn.Module()
     graph = Graph()
     copies: dict[Node, Node] = {}

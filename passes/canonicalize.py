@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo.passes.pattern import arguments, aten
-from octavo.passes.rewrite import Builder, make_site, replace
+from octavo.passes.rewrite import Builder, held, make_site, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -71,6 +71,7 @@ def _simplify(graph_module: GraphModule, node: Node, report: PassReport) -> None
         _square,
         _every_second,
         _select,
+        _index,
         _slices,
         _join,
         _expand,
@@ -269,6 +270,23 @@ def _select(node: Node) -> Build | None:
         ),
         (source,),
     )
+
+
+def _index(node: Node) -> Build | None:
+    """x[:, [i]] with one constant index is a part of width one."""
+    if node.target is not aten.index.Tensor:
+        return None
+    source, indices = arguments(node)
+    used = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+    module = node.graph.owning_module
+    if len(used) != 1 or used[0][1].op != "get_attr" or shape(used[0][1]) != (1,) or module is None:
+        return None
+    axis, value = used[0][0], held(module, str(used[0][1].target))
+    width = shape(source)[axis]
+    if value.is_meta or value.dtype is torch.bool or not isinstance(width, int):
+        return None
+    start = int(value) % width
+    return Build(lambda b: b.call(aten.slice.Tensor, source, axis, start, start + 1), (source,))
 
 
 def _every_second(node: Node) -> Build | None:

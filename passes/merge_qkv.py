@@ -55,6 +55,12 @@ def _merge(graph_module: GraphModule, attention: Node, write: Node, report: Pass
     if any(b is None for b in biases) and any(b is not None for b in biases):
         return "some of the projections have a bias and some have none"
 
+    computed = [n.args[1] for n in linears if n.args[1].op != "get_attr"]
+    if computed:
+        return (
+            f"the weight {computed[0].name} is computed: it may not be there yet where the first part is read"
+        )
+
     def build(b: Builder) -> list[Node]:
         weight = b.call(aten.cat.default, [n.args[1] for n in linears])
         bias = [] if biases[0] is None else [b.call(aten.cat.default, biases)]

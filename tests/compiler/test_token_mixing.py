@@ -8,6 +8,8 @@ import torch
 from models import COMPILABLE, HIDDEN, SPELLINGS, Spelling, TinyLM, tiny, with_margin
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.compiler.capture import capture
 from octavo.compiler.errors import CaptureError
@@ -191,3 +193,32 @@ def test_state_beside_attention_is_found() -> None:
         capture(model)
     assert "state of 2 tokens outside attention (node conv1d, layers.0.attention.conv, " in str(raised.value)
     assert "the first of 2 such places" in str(raised.value)
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"state_size": 8}, r"state of 3 tokens .*backbone\.layers\.0\.mixer, modeling_mamba\.py:\d+"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
+        r"state of 2 tokens .*model\.layers\.0\.conv, modeling_lfm2\.py:\d+",
+    ),
+    "rwkv": (
+        {"attention_hidden_size": 64},
+        r"the model writes to rwkv\.blocks\.0\.attention\.output\.weight.* while it runs: state outside attention",
+    ),
+    "recurrent_gemma": (
+        {"lru_width": 64, "num_key_value_heads": 1},
+        r"state of 3 tokens .*model\.layers\.0\.temporal_block\.conv_1d, modeling_recurrent_gemma\.py:\d+",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_libraries_models_with_state_are_refused(kind: str) -> None:
+    changes, reason = HYBRIDS[kind]
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **changes})).eval()
+    with pytest.raises(CaptureError, match=reason):
+        capture(model)

@@ -253,3 +253,14 @@ def test_an_element_of_a_fixed_axis_is_a_part() -> None:
     prove_report(run_pass(canonicalize, graph_module), {})
     (part,) = [n for n in graph_module.graph.nodes if n.target is aten.slice.Tensor]
     assert part.args[1:] == (3, 2, 3)
+
+
+def test_a_constant_index_of_one_element_is_a_part() -> None:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    parts = graph.function(aten.view.default, graph.tokens("x", (48,), FP32), [1, -1, 6, 8])
+    last = graph.weight("last", torch.tensor([-1]))
+    graph_module = graph.finish(graph.function(aten.index.Tensor, parts, [None, None, last]))
+    prove_report(run_pass(canonicalize, graph_module), {})
+    (part,) = [n for n in graph_module.graph.nodes if n.target is aten.slice.Tensor]
+    assert part.args[1:] == (2, 5, 6)

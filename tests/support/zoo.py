@@ -46,6 +46,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2_SIZES),
     "gpt_neox": ("gpt_neox", {"rotary_pct": 0.5}),
     "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": WINDOW}),
+    "bloom": ("bloom", {"n_head": 4, "n_layer": 2}),  # slopes of the distance
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),  # learned positions counted from two
+    "gptj": ("gptj", {**GPT2_SIZES, "rotary_dim": 8}),  # interleaved, partial, parallel
+    "falcon": ("falcon", {}),  # one key for all heads, in one projection with the queries
+    "nemotron": ("nemotron", {"num_key_value_heads": 2, "head_dim": 16}),  # relu squared, layer norms of 1 + weight
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),  # a layer without rotation
     "cohere2": ("cohere2", {"num_key_value_heads": 2, **ALTERNATING}),
 }  # fmt: skip
 
