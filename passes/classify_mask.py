@@ -83,7 +83,13 @@ def _evaluate(graph_module: GraphModule, node: Node, length: int) -> Tensor:
         raise Refused(f"the mask {node.name} is made of weights that have no values here")
     with torch.no_grad():
         (mask,) = Interpreter(extract([node], leaves)).run(*values)
-    return mask.expand(*mask.shape[:-2], length, length) if mask.dim() > 1 else mask.expand(length, length)  # type: ignore[no-any-return]
+    if any(size not in (1, length) for size in mask.shape[-2:]):
+        raise Refused(
+            f"the mask {node.name} is {tuple(mask.shape)} for {length} positions: choose a max_model_len of at "
+            "most what it covers"
+        )
+    whole: Tensor = mask.expand(*mask.shape[:-2], length, length)
+    return whole
 
 
 def reads_tokens(node: Node) -> bool:

@@ -152,3 +152,9 @@ def test_long_biases_are_looked_at_in_part(monkeypatch: pytest.MonkeyPatch) -> N
     mask = classify(graph.finish(bias), [(bias, "add")], HEADS, LENGTH)
     assert sizes == [9] and not mask.causal
     torch.testing.assert_close(mask.slopes, SLOPES, rtol=1e-6, atol=0)
+
+
+def test_refuses_masks_that_end_before_the_longest_sequence() -> None:
+    graph_module, node = weight(torch.zeros(1, HEADS, 1, LENGTH))
+    with pytest.raises(Refused, match=r"is \(1, 4, 1, 16\) for 32 positions: choose a max_model_len"):
+        classify(graph_module, [(node, "add")], HEADS, 2 * LENGTH)
