@@ -7,6 +7,7 @@ In: input_ids (1, T) and position_ids (1, T). Out: logits (1, T, vocab). T is sy
 import contextlib
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from octavo.compiler.token_mixing import require_tokens_apart
 from octavo.passes.rewrite import hold
 
 EXAMPLE_LEN = 7  # odd, not 1 or 2: those sizes are specialised
+# Files of torch, of this package and of a library's machinery, which lie between the model's line and an error.
+NOT_THE_MODELS = re.compile(r"/torch/|/octavo/|/transformers/(?!models/)|^<")
 POSITION_NAMES = ("position_ids", "positions", "position", "pos", "input_pos")
 
 
@@ -54,7 +57,7 @@ def capture(model: nn.Module) -> Captured:
             graph_module = _export(_Wrapped(model, _signature(model)))
             return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
         with library.layers_as_ops(model):
-            graph_module = _export(_Wrapped(model, library.call))
+            graph_module = _export(_Wrapped(model, library.call), library.explanation)
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
 
 
@@ -127,7 +130,8 @@ def _signature(model: nn.Module) -> Caller:
     return call
 
 
-def _export(wrapped: _Wrapped) -> GraphModule:
+def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lambda _: None) -> GraphModule:
+    """`explain` says of an error in the model's code what its library knows of it."""
     device = next((p.device for p in wrapped.parameters()), torch.device("cpu"))
     example = {
         "input_ids": torch.arange(EXAMPLE_LEN, device=device)[None] % 2,
@@ -138,12 +142,15 @@ def _export(wrapped: _Wrapped) -> GraphModule:
         with torch.no_grad():
             program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
             graph_module = _functional(program)
-    except CaptureError:
-        raise
+    except CaptureError as error:
+        raise CaptureError(f"{error}{_place(error, wrapped.model)}") from error
     except Exception as error:
+        place, known = _place(error, wrapped.model), explain(error)
+        if known is not None:
+            raise CaptureError(f"{known}{place}") from error
         raise CaptureError(
             f"capture: torch.export failed on {type(wrapped.model).__name__} ({type(error).__name__}: "
-            f"{_first_line(error)}){_place(error, wrapped.model)}; the model must run on one sequence of any length "
+            f"{_first_line(error)}){place}; the model must run on one sequence of any length "
             "without Python control flow that depends on token values"
         ) from error
     _require_known_sizes(graph_module.graph)
@@ -202,13 +209,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _place(error: Exception, model: nn.Module) -> str:
-    """The innermost module and line of the traceback that are not torch's or ours."""
+    """` in model.layers.0 at modeling.py:212`: the innermost module and line that are the model's own."""
     paths = {id(module): path for path, module in model.named_modules()}
     path = line = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "/octavo/" not in file and not file.startswith("<"):
+        if not NOT_THE_MODELS.search(file):
             line = f"{file}:{traceback.tb_lineno}"
         path = paths.get(id(traceback.tb_frame.f_locals.get("self")), path)
         traceback = traceback.tb_next

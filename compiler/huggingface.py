@@ -18,6 +18,14 @@ from octavo.compiler.errors import CaptureError
 from octavo.compiler.huggingface_experts import experts_as_op
 
 INTERFACE = "octavo"
+# Arguments of an attention that its result does not depend on: what to return, where keys are kept, dropout's chance
+# in training, and positions, which the rotation before it has used.
+IRRELEVANT = frozenset(
+    (
+        "dropout", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
+        "output_hidden_states", "output_router_logits", "return_dict", "deterministic", "num_items_in_batch",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,35 +58,71 @@ def _atoms(mask_function: Any) -> set[tuple[str, int]]:
         return set().union(*(_atoms(f) for f in closure["mask_functions"]))
     if name == "sliding_window_overlay":
         return {("window", closure["sliding_window"])}
+    if name == "chunked_overlay":
+        raise CaptureError(
+            f"capture: attention in chunks of {closure['chunk_size']} tokens is not served, only causal masks and "
+            "sliding windows; sequences that fit into one chunk need none: give these layers the layer type "
+            "full_attention in the configuration"
+        )
     raise CaptureError(
         f"capture: the mask {mask_function.__qualname__!r} is not one that can be paged (causal, sliding "
-        "window); pass attn_implementation='eager' models through the pattern route or remove the mask"
+        "window); remove the mask from the model"
     )
 
 
 def _build_mask(mask_function: Any = causal_mask_function, attention_mask: Any = None, **_: Any) -> MaskSpec:
     if attention_mask is not None:
-        raise CaptureError("capture: a padding mask was built in the ragged form, which has no padding")
+        raise CaptureError(
+            "capture: the model makes a padding mask of its own, and sequences in a step have no padding; leave the "
+            "attention mask None where none was given"
+        )
     return mask_spec(mask_function)
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, **_: Any,
+    s_aux: Tensor | None = None, is_causal: bool | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """q, k, v (B, heads, T, head_dim) as transformers passes them; returns (B, T, heads, head_dim)."""
+    """q, k, v (B, heads, T, head_dim) as transformers passes them; returns (B, T, heads, head_dim).
+
+    Raises CaptureError for arguments that may change the result and that `octavo::attention` does not have.
+    """
     if isinstance(attention_mask, Tensor):
         raise CaptureError(
             f"capture: {type(module).__name__} passes a mask tensor to the attention interface"
         )
-    spec = attention_mask or MaskSpec(bool(getattr(module, "is_causal", True)), sliding_window or 0)
+    unknown = {name: value for name, value in others.items() if name not in IRRELEVANT and value is not None}
+    if unknown:
+        raise CaptureError(
+            f"capture: {type(module).__name__} passes {', '.join(map(_argument, unknown.items()))} to the attention "
+            "interface: attention is served with a mask, a scale, a soft-cap, a window and sinks, and nothing else"
+        )
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    spec = attention_mask or MaskSpec(is_causal, sliding_window or 0)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.ops.octavo.attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), s_aux, float(scale), spec.causal,
         int(spec.window), float(softcap or 0.0),
     )  # fmt: skip
     return out, None
+
+
+def _argument(named: tuple[str, Any]) -> str:
+    """`position_bias (1, 4, 7, 7)`, `chunk_size=8`, for messages."""
+    name, value = named
+    return f"{name} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{name}={value!r}"
+
+
+def explanation(error: Exception) -> str | None:
+    """What an error of the model's own code means, where the mask's stand-in is its cause."""
+    if MaskSpec.__name__ not in str(error):
+        return None
+    return (
+        "capture: the model's code reads the attention mask itself, to join it with another or to choose keys by; "
+        "only masks that go to the attention interface as they were made are served (causal, sliding window)"
+    )
 
 
 @contextlib.contextmanager

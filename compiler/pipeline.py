@@ -15,6 +15,7 @@ from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError, 
 from octavo.compiler.layer_folding import fold, unfold
 from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
+from octavo.compiler.origin import module_path
 from octavo.compiler.paging_rules import check_paging
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.passes.absorb_mla import absorb_mla
@@ -255,12 +256,19 @@ def expected_attentions(captured: Captured) -> list[str]:
             "scaled_dot_product_attention and no call of its library's attention interface; a paged cache "
             "serves causal attention only"
         )
-    if captured.route == "interface" and layers is not None and len(found) != layers:
+    # More than layers: layers with several attentions, each of which gets pages of its own.
+    if captured.route == "interface" and layers is not None and len(found) < layers:
         raise PassError(
-            f"capture: the model's configuration says {layers} layers, its attention interface was called "
-            f"{len(found)} times ({', '.join(found[:4])}, ...); layers with other state cannot be paged"
+            f"capture: {captured.model_info['name']} has {layers} layers by its configuration and attention in "
+            f"{len(found)} ({', '.join(_modules(captured.graph_module, found)[:4])}); layers with other state "
+            "cannot be paged"
         )
     return found
+
+
+def _modules(graph_module: GraphModule, names: Sequence[str]) -> list[str]:
+    """Paths of the modules that call these nodes."""
+    return [module_path(node) for node in graph_module.graph.nodes if node.name in names]
 
 
 def _require_attentions(graph_module: GraphModule, expected: Sequence[str], report: PassReport) -> None:

@@ -1,11 +1,14 @@
 """Hugging Face's attention and masks arrive as one op with their attributes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from models import LAYERS, SCALE, llama, tiny
 from stages import assert_same_numbers, calls, captured
 from torch import nn
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -75,7 +78,7 @@ def test_refuses_masks_that_cannot_be_paged() -> None:
         CaptureError, match=r"the mask 'or_masks.<locals>.or_mask' is not one that can be paged"
     ):
         mask_spec(or_masks(causal_mask_function, bidirectional_mask_function))
-    with pytest.raises(CaptureError, match="a padding mask was built in the ragged form"):
+    with pytest.raises(CaptureError, match="the model makes a padding mask of its own"):
         _build_mask(attention_mask=torch.ones(1, 4))
 
 
@@ -83,6 +86,75 @@ def test_refuses_a_mask_tensor_handed_to_the_interface() -> None:
     q = torch.zeros(1, 2, 3, 4)
     with pytest.raises(CaptureError, match="Identity passes a mask tensor to the attention interface"):
         _attention(nn.Identity(), q, q, q, torch.zeros(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            {"position_bias": torch.zeros(1, 2, 3, 3)},
+            r"Identity passes position_bias \(1, 2, 3, 3\) to the attention",
+        ),
+        (
+            {"chunk_size": 4, "indices": torch.zeros(3)},
+            r"Identity passes chunk_size=4, indices \(3,\) to the attention",
+        ),
+    ],
+)
+def test_refuses_arguments_that_may_change_the_result(given: dict[str, object], reason: str) -> None:
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(CaptureError, match=reason):
+        _attention(nn.Identity(), q, q, q, None, **given)  # type: ignore[arg-type]
+
+
+def test_takes_arguments_that_say_nothing() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    plain, _ = _attention(nn.Identity(), q, q, q, None)
+    given = {"dropout": 0.0, "position_ids": torch.arange(3), "alibi": None, "output_attentions": False}
+    assert torch.equal(_attention(nn.Identity(), q, q, q, None, **given)[0], plain)  # type: ignore[arg-type]
+    free, _ = _attention(nn.Identity(), q, q, q, None, is_causal=False)
+    assert not torch.allclose(free, plain)
+
+
+class Reading(nn.Module):
+    """An attention that changes what it calls the interface with, in a model of another."""
+
+    def __init__(self, inner: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, **arguments: Any) -> Any:
+        self.change(arguments)
+        return self.inner(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda given: given.update(head_bias=0.5),
+            "LlamaAttention passes head_bias=0.5 to the attention interface",
+        ),
+        (lambda given: given["attention_mask"][:, :1], "the model's code reads the attention mask itself"),
+    ],
+)
+def test_refusals_name_the_module_and_the_line(change: Callable[[dict[str, Any]], None], reason: str) -> None:
+    model = llama()
+    model.model.layers[1].self_attn = Reading(model.model.layers[1].self_attn, change)
+    with pytest.raises(CaptureError, match=rf"{reason}.* in model\.layers\.1\.self_attn\S* at /\S+\.py:\d+"):
+        capture(model)
+
+
+def test_chunks_of_tokens_are_refused_where_the_mask_is_made() -> None:
+    sizes = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "attention_chunk_size": 4, "num_local_experts": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes))
+    with pytest.raises(
+        CaptureError, match=r"in chunks of 4 tokens is not served.* in model at \S+/modeling_llama4\.py:\d+"
+    ):
+        capture(model)
 
 
 def test_a_module_says_itself_whether_it_is_causal() -> None:

@@ -107,14 +107,17 @@ def test_no_attention_is_an_error_before_any_pass() -> None:
         lowered("none")
 
 
-def test_an_interface_called_too_often_or_too_seldom_is_an_error() -> None:
+def test_fewer_attentions_than_layers_are_an_error_and_more_are_not() -> None:
     model = captured()
     assert len(expected_attentions(model)) == LAYERS
     model.model_info["num_layers"] = 5
     with pytest.raises(
-        PassError, match=r"says 5 layers, its attention interface was called 2 times \(attention, "
+        PassError,
+        match=r"has 5 layers by its configuration and attention in 2 \(model.layers.0.self_attn, model.layers.1.self",
     ):
         expected_attentions(model)
+    model.model_info["num_layers"] = 1
+    assert len(expected_attentions(model)) == LAYERS
 
 
 def test_layers_are_not_counted_where_the_library_does_not_name_attention() -> None:
