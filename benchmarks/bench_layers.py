@@ -31,7 +31,8 @@ def model_of(num_layers: int) -> nn.Module:
         vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=num_layers,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=256,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model: nn.Module = LlamaForCausalLM(config).eval()
+    return model
 
 
 def measure(num_layers: int) -> dict[str, float]:

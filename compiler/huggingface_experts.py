@@ -59,7 +59,7 @@ def experts_as_op(model: nn.Module) -> Iterator[None]:
             raise _refusal(module, paths[module], "its forward does not call the experts interface")
 
     ExpertsInterface.register(INTERFACE, experts)
-    configs = {id(module.config): module.config for module in paths}
+    configs: dict[int, Any] = {id(module.config): module.config for module in paths}
     previous = {key: config._experts_implementation for key, config in configs.items()}
     with contextlib.ExitStack() as stack:
         for module in paths:

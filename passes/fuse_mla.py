@@ -80,7 +80,8 @@ def _joined(heads: _Heads) -> list[_Heads] | None:
     """The parts of a cat along the last axis."""
     if heads.node.target is not aten.cat.default:
         return None
-    parts, axis = (*arguments(heads.node), 0)[:2]
+    args: tuple[Any, ...] = (*arguments(heads.node), 0)
+    parts, axis = args[:2]
     if axis % len(heads.order) != heads.order[-1]:
         return None
     return [heads.below(part) for part in parts]
@@ -173,7 +174,8 @@ def _even_odd(heads: _Heads) -> _Heads | None:
         return None
     sources = []
     for start, part in enumerate(parts):
-        source, axis, first, end, step = (*arguments(part.node), 1)[:5]
+        args: tuple[Any, ...] = (*arguments(part.node), 1)
+        source, axis, first, end, step = args[:5]
         size = source.meta["val"].shape[axis]
         if axis % 4 != part.order[-1] or (first, step) != (start, 2) or end < size:
             return None

@@ -57,7 +57,7 @@ def test_kernels_of_a_linear_and_an_attention_keep_every_limit() -> None:
 
 
 def test_kernels_of_rows_build_without_spills() -> None:
-    operands = {"a": ("bf16", False), "b": ("fp32", False), "c": ("bf16", True)}
+    operands = {"a": ("bf16", "rows"), "b": ("fp32", "column"), "c": ("bf16", "vector")}
     every = " + ".join(f"{name}(a)" for name in FUNCTIONS) + " - b * c"
     specs = [
         layer_norm_spec("T", 4096, "bf16", 1e-5, {"weight": "bf16", "bias": "bf16"}),

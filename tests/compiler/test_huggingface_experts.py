@@ -61,7 +61,8 @@ class Experts(nn.Module):
 
 def experts(apply_gate: Any = None, parameters: dict[str, Tensor] | None = None, **marks: bool) -> Any:
     kind = type("Made", (Experts,), {} if apply_gate is None else {"_apply_gate": apply_gate})
-    module = use_experts_implementation(kind, **marks)(Config())
+    decorate: Any = use_experts_implementation
+    module = decorate(kind, **marks)(Config())
     for name, value in (parameters or {}).items():
         setattr(module, name, nn.Parameter(value))
     return module

@@ -36,6 +36,8 @@ def gemma(layers: int) -> nn.Module:
 class Stack(TinyLM):
     """A hand-written model of more layers; `wide` of them have a larger block first."""
 
+    layers: nn.ModuleList
+
     def __init__(self, layers: int, wide: int = 0, spelling: str = "sdpa") -> None:
         super().__init__(SPELLINGS[spelling])
         one = type(self.layers[0])
@@ -139,17 +141,19 @@ def test_few_layers_stay_as_they_are() -> None:
 @pytest.mark.parametrize("as_parameter", [True, False])
 def test_layers_with_numbers_of_their_own_differ(as_parameter: bool) -> None:
     """Single numbers become part of kernels, so they are not weights of any value."""
-    model = with_margin(Stack(6))
+    model = Stack(6)
     for index, layer in enumerate(model.layers):
-        layer.mlp = Scaled(layer.mlp, 1.0 + index, as_parameter)
+        layer.mlp = Scaled(layer.get_submodule("mlp"), 1.0 + index, as_parameter)
+    with_margin(model)
     assert folded(model) is None
     assert_same_logits(model, lowered(model))
 
 
 def test_equal_numbers_do_not_differ() -> None:
-    model = with_margin(Stack(6))
+    model = Stack(6)
     for layer in model.layers:
-        layer.mlp = Scaled(layer.mlp, 0.5, False)
+        layer.mlp = Scaled(layer.get_submodule("mlp"), 0.5, False)
+    with_margin(model)
     assert kept(model) == 3
     assert_same_logits(model, lowered(model))
 

@@ -23,7 +23,8 @@ def meta_llama(tied: bool = False) -> nn.Module:
         num_key_value_heads=2, max_position_embeddings=LONGEST, tie_word_embeddings=tied,
     )  # fmt: skip
     with META:
-        return LlamaForCausalLM(config)
+        model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def kernels(captured: Captured) -> list[str]:

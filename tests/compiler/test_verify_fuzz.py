@@ -60,7 +60,8 @@ def damaged(program: Program, dice: random.Random) -> Program:
     elif len(reads) == 2:
         result[index] = (dice.choice(BINARY), rest, reads)
     else:
-        result[index] = (*dice.choice(UNARY), reads)
+        other, numbers = dice.choice(UNARY)
+        result[index] = (other, numbers, reads)
     return result
 
 

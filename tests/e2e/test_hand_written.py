@@ -260,7 +260,8 @@ class Relative(NoRotation):
     def bias(self, positions: Tensor) -> Tensor:
         row = positions[0]
         bucket = (row[:, None] - row[None]).clamp(0, 7)
-        return self.table(bucket).permute(2, 0, 1) + super().bias(positions)
+        learned: Tensor = self.table(bucket).permute(2, 0, 1)
+        return learned + super().bias(positions)
 
 
 class TokenMask(Attention):
@@ -276,6 +277,9 @@ class TokenMask(Attention):
 
 class Block(nn.Module):
     """Attention, then the MLP."""
+
+    norm_1: nn.Module
+    norm_2: nn.Module
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()

@@ -52,10 +52,8 @@ def routed(route: Route, dtype: torch.dtype = FP32) -> tuple[list[Any], PassRepo
     model = Model(route).to(dtype)
     model.bias.data = model.bias.data.float()
     graph_module = capture(model).graph_module
-    for step in PIPELINE:
-        report = apply_step(step, graph_module, SETTINGS)[0]
-        if step.name == "fuse_router":
-            break
+    end = [step.name for step in PIPELINE].index("fuse_router") + 1
+    report = [apply_step(step, graph_module, SETTINGS)[0] for step in PIPELINE[:end]][-1]
     prove_report(report, {})
     if dtype is FP32 and report.matched:
         with torch.no_grad():

@@ -113,7 +113,8 @@ def build(name: str) -> nn.Module:
 
 def gpt_oss_2880() -> nn.Module:
     """gpt-oss at its own width, which no power of two divides; one layer, few experts, a small vocabulary."""
-    config = CONFIG_MAPPING["gpt_oss"](
+    kind: Any = CONFIG_MAPPING["gpt_oss"]
+    config = kind(
         hidden_size=2880, intermediate_size=360, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=1,
         head_dim=64, num_local_experts=4, num_experts_per_tok=2, vocab_size=128, max_position_embeddings=64,
         sliding_window=WINDOW, layer_types=["sliding_attention"], pad_token_id=0, bos_token_id=1, eos_token_id=None,
