@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint mutants bench lock clean distclean
+.PHONY: help venv demo test lint zoo mutants bench lock clean distclean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -48,6 +48,9 @@ lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@$(BIN)/mypy
 	@echo "== pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+zoo: $(VENV)/.installed-test ## compile every architecture that is tested and print what was found in each
+	@$(BIN)/pytest -q tests/e2e/test_zoo.py $(PYTEST_ARGS)
 
 mutants: $(VENV)/.installed-test ## seed wrong rewrites into every pass: a table of what caught them, and caught / seeded
 	@$(BIN)/pytest -q tests/compiler/test_mutants.py -k every_mutant $(PYTEST_ARGS)

@@ -30,6 +30,18 @@ def test_the_python_block_runs(tmp_path: Path) -> None:
     assert (tmp_path / "artifact/manifest.json").is_file()
 
 
+def test_the_block_of_check_runs(tmp_path: Path) -> None:
+    """With a smaller model; the one it names is measured by benchmarks/bench_full_size.py."""
+    program = blocks("python")[1].replace(
+        'for_model("deepseek_v3")', 'for_model("llama", num_hidden_layers=4)'
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "unfold_layers: layers 4, of which the passes saw 3" in result.stdout
+
+
 # What the block about torch.compile leaves to the reader; its backend is known by name where octavo is installed.
 BEFORE_COMPILE = """
 import torch, octavo
@@ -42,7 +54,7 @@ attention_mask = torch.ones_like(input_ids)
 
 
 def test_the_block_of_torch_compile_runs(tmp_path: Path) -> None:
-    program = BEFORE_COMPILE + blocks("python")[1]
+    program = BEFORE_COMPILE + blocks("python")[2]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-c", program]
