@@ -34,6 +34,7 @@ from octavo.passes.fuse_rms_norm import fuse_rms_norm
 from octavo.passes.fuse_rope import fuse_rope
 from octavo.passes.fuse_rope_kv_write import fuse_rope_kv_write
 from octavo.passes.fuse_router import fuse_router
+from octavo.passes.hoist_repeats import hoist_repeats
 from octavo.passes.hoist_transposes import hoist_transposes
 from octavo.passes.insert_paged_kv import insert_paged_kv
 from octavo.passes.join_scatters import join_scatters
@@ -81,6 +82,9 @@ PIPELINE: tuple[Step, ...] = (
     Step(fuse_rms_norm, "canonical"),
     Step(fuse_rope, "canonical"),  # before attention: brings q and k into the tokens-first layout
     Step(fuse_pair_rope, "canonical"),
+    Step(
+        hoist_repeats, "canonical"
+    ),  # attention looks below one repeat of its heads, and below no rotation of it
     Step(fuse_attention, "fused", ("max_model_len",)),  # masks vanish here, so only real positions remain
     Step(hoist_transposes, "fused"),  # what per-head norms and partial rotations left between transposes
     Step(fuse_partial_rope, "fused"),

@@ -34,7 +34,9 @@ RESHAPES = (
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints, aten.unflatten.int,
 )  # fmt: skip
-TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default)
+TRANSPOSES = (
+    aten.transpose.int, aten.permute.default, aten.t.default, aten.mT.default, aten.numpy_T.default,
+)  # fmt: skip
 INFINITE = 1 << 62
 
 
@@ -175,6 +177,8 @@ def permutation(node: Node) -> list[int]:
     order = list(range(rank))
     if node.target is aten.permute.default:
         return [d % rank for d in args[1]]
+    if node.target is aten.numpy_T.default:
+        return order[::-1]
     first, second = args[1:] if node.target is aten.transpose.int else (-2, -1)
     order[first], order[second] = order[second], order[first]
     return order
@@ -217,6 +221,8 @@ def _dialect(node: Node) -> Build | None:
 
 
 def _is_weight(value: Any) -> bool:
+    while isinstance(value, Node) and value.target is aten.permute.default:
+        value = value.args[0]
     return isinstance(value, Node) and value.op == "get_attr" and len(shape(value)) == 2
 
 

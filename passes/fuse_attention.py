@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from octavo.passes.classify_mask import FORBIDDEN, Refused, classify
 from octavo.passes.pattern import arguments, aten, describe
-from octavo.passes.rewrite import Builder, Recipe, content, new_weight, replace
+from octavo.passes.rewrite import Builder, Recipe, content, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -23,6 +23,7 @@ SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 SDPA = aten.scaled_dot_product_attention.default
 CASTS = (aten._to_copy.default,)
 MAXIMA = (aten.amax.default, aten.max.dim)
+FLOORS = (aten.max.other, aten.maximum.default, aten.clamp.default, aten.clamp_min.default)
 HEADS_FIRST, SWAP_LAST, HEADS_TOKENS = [0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3]
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 VIEWS = (
@@ -198,6 +199,8 @@ def _step_up(node: Node, core: Core) -> Any:
         return first
     if node.target is aten.sub.Tensor and _is_maximum(rest[0], first):
         return first
+    if node.target in FLOORS and len(rest) == 1 and not node.kwargs and _forbids(rest[0]):
+        return first  # masked scores, of which none becomes one that counts
     if node.target is aten.cat.default and core.cut:
         core.sinks = _sink(node, core)
         return first[0]  # type: ignore[index]
@@ -255,6 +258,15 @@ def _constant(value: Any) -> float:
     if isinstance(value, Node) and value.target in (aten.full.default, aten.scalar_tensor.default):
         return float(value.args[-1])  # type: ignore[arg-type]
     raise Refused(f"the scores are multiplied by {describe(value)}, which is not a constant")
+
+
+def _forbids(value: Any) -> bool:
+    """Whether it is a constant that forbids a key, of the graph or held by the model's module."""
+    module = value.graph.owning_module if isinstance(value, Node) and value.op == "get_attr" else None
+    if module is None:
+        return _constant(value) <= FORBIDDEN
+    tensor = held(module, str(value.target))
+    return tensor.numel() == 1 and not tensor.is_meta and float(tensor) <= FORBIDDEN
 
 
 def _require_forbidden(value: Any) -> None:

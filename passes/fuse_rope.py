@@ -2,7 +2,8 @@
 
 x is (1, heads, T, D) or (1, T, heads, D); cos and sin broadcast over heads. rotate takes the halves of x, or its
 even and odd elements; or the halves are written out, cat(x1 cos - x2 sin, x2 cos + x1 sin), with tables of half the
-width. Other tables narrower than D are `fuse_partial_rope`'s.
+width. Other tables narrower than D are `fuse_partial_rope`'s. Rotations the other way round negate the sines; a factor
+for each token, behind a rotation, goes into the tables.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from octavo.passes.pattern import Match, Var, add, aten, call, cast, mul
+from octavo.passes.pattern import Match, Through, Var, add, aten, call, cast, mul
 from octavo.passes.rewrite import Builder
 from octavo.passes.rule import PassReport, Rule, apply_rules
 
@@ -18,6 +19,7 @@ X = cast(Var("x"))
 SECOND = call(aten.slice.Tensor, args=(X, Var("axis"), Var("half"), Var("end")), bind="second")
 FIRST = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("half")), bind="first")
 ROTATED = call(aten.cat.default, args=([call(aten.neg.default, args=(SECOND,)), FIRST], Var("cat_axis")))
+BACKWARDS = call(aten.cat.default, args=([SECOND, call(aten.neg.default, args=(FIRST,))], Var("cat_axis")))
 ODD = call(aten.slice.Tensor, args=(X, Var("axis"), 1, Var("end"), 2))
 EVEN = call(aten.slice.Tensor, args=(X, Var("axis"), 0, Var("end"), 2))
 STACKED = call(aten.stack.default, args=([call(aten.neg.default, args=(ODD,)), EVEN], -1))
@@ -61,12 +63,14 @@ def reject(found: Match, repeats: int = 1) -> str | None:
     return None
 
 
-def replacement(build: Builder, found: Match, interleaved: bool = False, repeats: int = 1) -> Node:
+def replacement(
+    build: Builder, found: Match, interleaved: bool = False, repeats: int = 1, backwards: bool = False
+) -> Node:
     x = found["x"]
     order = layout(x.meta["val"], found["cos"].meta["val"], repeats)
     assert order is not None
     width = x.meta["val"].shape[-1]
-    tables = [found[name] for name in ("cos", "sin")]
+    tables = [found["cos"], build.call(aten.neg.default, found["sin"]) if backwards else found["sin"]]
     if repeats > 1:
         tables = [build.call(aten.cat.default, [table] * repeats, -1) for table in tables]
     cos, sin = (build.call(aten.reshape.default, table, [1, -1, width]) for table in tables)
@@ -83,6 +87,13 @@ def _pattern(rotated: Any) -> Any:
 NAMES = ("x", "cos", "sin")
 RULES = (
     Rule("fuse_rope", _pattern(ROTATED), replacement, NAMES, reject),
+    Rule(
+        "fuse_backward_rope",
+        _pattern(BACKWARDS),
+        lambda b, m: replacement(b, m, backwards=True),
+        NAMES,
+        reject,
+    ),
     Rule("fuse_interleaved_rope", _pattern(PAIRS), lambda b, m: replacement(b, m, True), NAMES, reject),
     Rule(
         "fuse_half_rope",
@@ -93,6 +104,35 @@ RULES = (
     ),
 )
 
+TURNED = call(torch.ops.octavo.rope.default, args=(Var("x"), COS, SIN), bind="rope")
+SCALED = mul(Through((aten.permute.default,), TURNED), Var("scale"))
+
+
+def reject_scale(found: Match) -> str | None:
+    rope, scale, result = (value.meta["val"] for value in (found["rope"], found["scale"], found.root))
+    if scale.dtype != result.dtype or rope.dtype != result.dtype:
+        return f"the scale is {scale.dtype}, the rotation {rope.dtype} and the result {result.dtype}"
+    if found["cos"].meta["val"].shape[-1] != rope.shape[-1]:
+        return "a part of each head is not rotated"
+    if layout(result, scale, result.shape[-1]) is None:
+        return f"the scale {tuple(scale.shape)} is not one number for each token of {tuple(result.shape)}"
+    return None
+
+
+def replace_scaled(build: Builder, found: Match) -> Node:
+    """A number for each token, times what is rotated, is a number times that token's cosines and sines."""
+    scale = build.call(aten.reshape.default, found["scale"], [1, -1, 1])
+    tables = [build.call(aten.mul.Tensor, found[name], scale) for name in ("cos", "sin")]
+    value = build.call(torch.ops.octavo.rope.default, found["x"], *tables, *found["rope"].args[3:])
+    for node in reversed([n for n in found.nodes if n.target is aten.permute.default]):
+        value = build.call(aten.permute.default, value, node.args[1])
+    return value
+
+
+SCALED_ROPE = Rule("fuse_scaled_rope", SCALED, replace_scaled, ("x", "cos", "sin", "scale"), reject_scale)
+
 
 def fuse_rope(graph_module: GraphModule) -> PassReport:
-    return apply_rules(RULES, graph_module, PassReport("fuse_rope", "reassociates"))
+    report = apply_rules(RULES, graph_module, PassReport("fuse_rope", "reassociates"))
+    graph_module.graph.eliminate_dead_code()
+    return apply_rules([SCALED_ROPE], graph_module, report)

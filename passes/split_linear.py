@@ -33,6 +33,7 @@ class _Part:
     end: int
     sizes: list[int]
     order: list[int] | None
+    result: list[int] | None = None  # sizes of a view that only adds axes of size one
 
 
 def split_linear(graph_module: GraphModule) -> PassReport:
@@ -71,6 +72,9 @@ def _part(node: Node) -> _Part | str | None:
     refusal = _refusal(node, source, chain, axis, start, end)
     if refusal is not None:
         return refusal
+    if view is not None and _adds_ones(view, source):
+        first, last, _ = slice(start, end).indices(int(whole[-1]))
+        return _Part(source, 0, first, last, [int(whole[-1])], None, [*_plain(whole[:-1]), last - first])
     sizes = [int(d) for d in whole[2:]]
     first, last, _ = slice(start, end).indices(sizes[axis - 2])
     return _Part(source, axis - 2, first, last, sizes, order)
@@ -85,7 +89,10 @@ def _refusal(
     if whole is not None:
         return f"{whole}, which is no part of its last axis"
     view, product = tuple(chain[-1].meta["val"].shape), tuple(linear.meta["val"].shape)
-    if len(chain) > 1 and _without_ones(view[:2]) != _without_ones(product[:-1]):
+    if len(chain) > 1 and _adds_ones(chain[-1], linear):
+        if len(chain) > 2 or axis != len(view) - 1:
+            return f"it is a part of axis {axis} of {view}, which adds axes to {product}"
+    elif len(chain) > 1 and _without_ones(view[:2]) != _without_ones(product[:-1]):
         return f"the view {view} does not keep the token axes of {product}"
     if len(chain) == 1 and len(product) != 3:
         return f"the product {product} has {len(product)} axes, expected (1, T, N)"
@@ -111,6 +118,21 @@ def _joins(parts: list[Node]) -> list[Node]:
         found.update({user: None for user in users if user.target is aten.cat.default})
         level = [user for user in users if user.target in ELEMENTWISE]
     return list(found)
+
+
+def _adds_ones(view: Node, product: Node) -> bool:
+    """Whether the view's other axes before the last are the product's, with axes of size one between them."""
+    new, old = (value.meta["val"].shape for value in (view, product))
+    return (
+        view.target is aten.reshape.default
+        and [str(d) for d in new[:2]] != [str(d) for d in old[:2]]
+        and len(new) > len(old)
+        and [str(d) for d in _without_ones(tuple(new))] == [str(d) for d in _without_ones(tuple(old))]
+    )
+
+
+def _plain(sizes: Any) -> list[int]:
+    return [d if isinstance(d, int) else -1 for d in sizes]
 
 
 def _without_ones(sizes: tuple[Any, ...]) -> list[Any]:
@@ -164,6 +186,8 @@ def _split(graph_module: GraphModule, node: Node, part: _Part) -> Site:
 
     def build(b: Builder) -> list[Node]:
         value = b.call(octavo.linear.default, x, *(rows(b, whole) for whole in wholes if whole is not None))
+        if part.result is not None:
+            value = b.call(aten.reshape.default, value, part.result)
         if len(sizes) > 1:
             value = b.call(aten.reshape.default, value, [1, -1, *sizes])
         return [value if part.order is None else b.call(aten.permute.default, value, part.order)]

@@ -173,7 +173,7 @@ NORMS, ATTENTIONS, PAGES, TABLES = (
 GATED, QKV, GATE_UP, WRITES = "fuse_gated_mlp", "merge_qkv", "merge_gate_up", "fuse_rope_kv_write"
 SUMS, POINTS, ROUTERS = "fuse_add_norm", "lower_elementwise", "fuse_router"
 LATENTS, ABSORB, SCATTERS, TRANSPOSES = "fuse_mla", "absorb_mla", "join_scatters", "lower_transposes"
-PAIR_ROPE = "fuse_pair_rope"
+PAIR_ROPE, REPEATS, REPEAT = "fuse_pair_rope", "hoist_repeats", aten.repeat_interleave.self_int
 HEAD, ROTARY, NORM_AT, ANY = "head", "rotary_emb", "norm", ""
 
 MUTANTS = (
@@ -212,6 +212,12 @@ MUTANTS = (
     Mutant("halves rotated, not pairs", ROPES, ROPE, without(ROPE, 3), "cohere2"),
     Mutant("rotated the other way", ROPES, ROPE, through(ROPE, 2, aten.neg.default)),
     Mutant("angles of the token before", ROPES, ROPE, through(ROPE, 1, ROLL, [1], [1])),
+    Mutant("scale of the token before", ROPES, aten.mul.Tensor, through(aten.mul.Tensor, 1, ROLL, [1], [1]),
+           "ministral3", in_place=ANY),
+    Mutant("heads repeated as a whole", REPEATS, REPEAT, lambda call, x, n, axis: call(CAT, [x] * n, axis),
+           "falcon_grouped", in_place=r"h\.\d"),
+    Mutant("repeated heads in another order", REPEATS, REPEAT, then(REPEAT, FLIP, [2]), "falcon_grouped",
+           in_place=r"h\.\d"),
     Mutant("heads in another order", ROPES, ROPE, then(ROPE, FLIP, [2])),
     Mutant("scale 1 % too large", ATTENTIONS, ATTENTION, with_argument(ATTENTION, 4, 0.2525), "softmax"),
     Mutant("scale squared", ATTENTIONS, ATTENTION, with_argument(ATTENTION, 4, 0.25**2), "softmax"),

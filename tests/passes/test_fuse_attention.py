@@ -186,3 +186,16 @@ def test_products_of_heads_without_a_batch_axis_and_a_scaled_bias() -> None:
     assert list(node.args[3:8]) == [None, 0.125, True, 0, 0.0]
     slopes = held(graph_module, str(node.args[8].target))  # type: ignore[union-attr]
     assert slopes.tolist() == [0.25, 0.125]  # the scale after the sum goes for the bias too
+
+
+@pytest.mark.parametrize(("floor", "fires"), [(torch.finfo(FP32).min, True), (-5.0, False)])
+def test_a_floor_under_masked_scores_counts_where_it_forbids(floor: float, fires: bool) -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        masked = plus(CAUSAL)(graph, scores)
+        return graph.function(aten.max.other, masked, graph.weight("floor", torch.tensor(floor)))
+
+    if fires:
+        with pytest.raises(AssertionError):
+            refused(change)
+    else:
+        assert refused(change) == "max_other (aten.max) stands between the scores and the softmax"

@@ -1,5 +1,7 @@
 """x * cos + rotate(x) * sin becomes octavo.rope in both layouts, and tables that do not fit are refused."""
 
+import re
+
 import pytest
 import torch
 from lowered import LoweredGraph
@@ -136,3 +138,40 @@ def test_leaves_halves_turned_the_other_way_or_joined_elsewhere() -> None:
 @pytest.mark.parametrize("name", ["llama", "cohere2"])
 def test_idempotent(name: str) -> None:
     assert_idempotent("fuse_rope", name)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rotations_the_other_way_round_negate_the_sines(dtype: torch.dtype) -> None:
+    graph_module, report = after("fuse_rope", "nanochat", dtype)
+    assert report.matched == count(graph_module, rope) == 2 * LAYERS
+    assert {n.args[2].args[0].target for n in calls(graph_module, rope)} == {aten.neg.default}  # type: ignore[union-attr]
+    assert_same_numbers(graph_module, "nanochat", dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_factor_for_each_token_goes_into_the_tables(dtype: torch.dtype) -> None:
+    graph_module, report = after("fuse_rope", "ministral3", dtype)
+    assert report.matched == 3 * LAYERS
+    tables = [[t.target is aten.mul.Tensor for t in n.args[1:3]] for n in calls(graph_module, rope)]  # type: ignore[union-attr]
+    assert (
+        tables == [[False, False], [True, True]] * LAYERS or tables == [[True, True], [False, False]] * LAYERS
+    )
+    assert_same_numbers(graph_module, "ministral3", dtype)
+
+
+def scaled(shape: tuple[int, ...], width: int = 16) -> PassReport:
+    """A rotation of x (1, T, 4, 16) with tables of `width`, times a scale (1, T, *shape)."""
+    graph = LoweredGraph()
+    x, scale = graph.tokens("x", (4, 16), FP32), graph.tokens("scale", shape, FP32)
+    tables = [graph.tokens(name, (width,), FP32) for name in ("cos", "sin")]
+    graph_module = graph.finish(graph.function(aten.mul.Tensor, graph.call("rope", x, *tables), scale))
+    return run_pass(fuse_rope, graph_module)
+
+
+def test_hand_made_scales() -> None:
+    report = scaled((1, 1))
+    prove_report(report, {})
+    assert report.matched == 1
+    (heads,), (partly,) = scaled((4, 1)).rejected, scaled((1, 1), width=8).rejected
+    assert re.search(r"the scale \(1, s\w+, 4, 1\) is not one number for each token of \(1, s", heads.reason)
+    assert partly.reason == "a part of each head is not rotated"

@@ -186,3 +186,20 @@ def test_a_view_that_is_also_read_whole_is_left(turned: bool) -> None:
 @pytest.mark.parametrize("name", ["fused", "gpt_neox"])
 def test_idempotent(name: str) -> None:
     assert_idempotent("split_linear", name)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("name", ["gpt_bigcode", "falcon_grouped"])  # its weights are transposed by `.T`
+def test_splits_products_below_an_axis_of_size_one_and_by_group(name: str, dtype: torch.dtype) -> None:
+    graph_module, report = after("split_linear", name, dtype)
+    assert report.matched == 3 * LAYERS
+    assert_same_numbers(graph_module, name, dtype)
+
+
+def test_refuses_another_axis_of_a_view_that_adds_axes() -> None:
+    whole, parts, report = viewed(3, 0, 4, view=(1, 1, -1, 24))
+    assert report.matched == 1
+    x = torch.randn(1, 5, 16)
+    assert torch.allclose(whole(x)[0], parts(x)[0], atol=1e-4)
+    _, _, report = viewed(2, 0, 4, view=(1, 1, -1, 24))
+    assert (report.matched, len(report.rejected)) == (0, 1)

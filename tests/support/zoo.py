@@ -15,6 +15,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+STRETCHED = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 GPT2_SIZES = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64}
 
 # name -> (model type, configuration beyond SIZES)
@@ -52,6 +56,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {}),  # one key for all heads, in one projection with the queries
     "nemotron": ("nemotron", {"num_key_value_heads": 2, "head_dim": 16}),  # relu squared, layer norms of 1 + weight
     "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0]}),  # a layer without rotation
+    # grouped keys in one projection, repeated for every query head before the rotation
+    "falcon_grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_bigcode": ("gpt_bigcode", GPT2_SIZES),  # one projection, cut behind an axis of size one
+    "nanochat": ("nanochat", GROUPED),  # rotated the other way round, then normed
+    "ministral3": ("ministral3", {**GROUPED, "rope_parameters": STRETCHED}),  # queries scaled by their position
     "cohere2": ("cohere2", {"num_key_value_heads": 2, **ALTERNATING}),
 }  # fmt: skip
 
@@ -106,7 +115,11 @@ ARCHITECTURES_AND_MIXTURES = {**ARCHITECTURES, **MIXTURES, **LATENTS}
 def build(name: str) -> nn.Module:
     """The architecture with weights that keep greedy decoding away from ties."""
     kind, changes = ARCHITECTURES_AND_MIXTURES[name]
-    base = {k: v for k, v in SIZES.items() if kind != "gpt2" or k.endswith("token_id") or k == "vocab_size"}
+    base = {
+        k: v
+        for k, v in SIZES.items()
+        if kind not in ("gpt2", "gpt_bigcode") or k.endswith("token_id") or k == "vocab_size"
+    }
     torch.manual_seed(0)
     return with_margin(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**base, **changes})))
 
