@@ -40,7 +40,10 @@ class Mask:
 
 
 def classify(graph_module: GraphModule, masks: Sequence[tuple[Node, str]], heads: int, length: int) -> Mask:
-    """masks are (node, kind) with kind add, keep or drop. Raises Refused where they are no such mask."""
+    """masks are (node, kind) with kind add, keep, drop, or one: a factor that is 1 wherever the others allow a key.
+
+    Raises Refused where they are no such mask.
+    """
     values = [
         (node, kind, _evaluate(graph_module, node, _probe(node, heads, length))) for node, kind in masks
     ]
@@ -50,7 +53,13 @@ def classify(graph_module: GraphModule, masks: Sequence[tuple[Node, str]], heads
     names = ", ".join(node.name for node, _ in masks)
     allowed = torch.ones(shortest, shortest, dtype=torch.bool)
     for node, kind, value in values:
-        allowed &= _allowed(value, kind, node)
+        if kind != "one":
+            allowed &= _allowed(value, kind, node)
+    for node, kind, value in values:
+        if kind == "one" and bool(((_planes(value) != 1) & allowed).any()):
+            raise Refused(
+                f"the scores are multiplied by {node.name}, which is not 1 for every key that counts"
+            )
     causal, window = _predicate(allowed, names)
     biases = {node: value for node, kind, value in values if kind == "add" and not _is_plain(value)}
     if not biases:

@@ -59,7 +59,7 @@ class Operand:
 
 @dataclass
 class Core:
-    """One attention that ends in `root`; masks are (node, kind) with kind add, keep or drop.
+    """One attention that ends in `root`; masks are (node, kind) with kind add, keep, drop or one (see classify_mask).
 
     cut      the last column of the weights is dropped, which a sink must have brought
     factors  what multiplies each bias after it was added
@@ -189,6 +189,9 @@ def _step_up(node: Node, core: Core) -> Any:
     first, *rest = node.args
     if node.target in CASTS or _is_lead_view(node):
         return first
+    if node.target is aten.mul.Tensor and _is_of_pairs(rest[0]) and not _reaches_product(rest[0]):
+        core.masks.append((rest[0], "one"))  # type: ignore[arg-type]
+        return first
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
         factor = _constant(rest[0])
         core.scale *= factor if node.target is aten.mul.Tensor else 1.0 / factor
@@ -199,7 +202,7 @@ def _step_up(node: Node, core: Core) -> Any:
         return first
     if node.target is aten.sub.Tensor and _is_maximum(rest[0], first):
         return first
-    if node.target in FLOORS and len(rest) == 1 and not node.kwargs and _forbids(rest[0]):
+    if node.target in FLOORS and len(rest) == 1 and not node.kwargs and _filled(rest[0]) <= FORBIDDEN:
         return first  # masked scores, of which none becomes one that counts
     if node.target is aten.cat.default and core.cut:
         core.sinks = _sink(node, core)
@@ -219,6 +222,12 @@ def _step_up(node: Node, core: Core) -> Any:
         core.masks.append((first, "keep"))  # type: ignore[arg-type]
         return rest[0]
     raise Refused(f"{describe(node)} stands between the scores and the softmax")
+
+
+def _is_of_pairs(value: Any) -> bool:
+    """One value for each pair of tokens."""
+    sizes = value.meta["val"].shape[-2:] if isinstance(value, Node) else ()
+    return len(sizes) == 2 and not any(isinstance(d, int) for d in sizes)
 
 
 def _is_maximum(value: Any, scores: Any) -> bool:
@@ -260,18 +269,18 @@ def _constant(value: Any) -> float:
     raise Refused(f"the scores are multiplied by {describe(value)}, which is not a constant")
 
 
-def _forbids(value: Any) -> bool:
-    """Whether it is a constant that forbids a key, of the graph or held by the model's module."""
+def _filled(value: Any) -> float:
+    """The number that stands for masked scores, of the graph or held by the model's module."""
     module = value.graph.owning_module if isinstance(value, Node) and value.op == "get_attr" else None
-    if module is None:
-        return _constant(value) <= FORBIDDEN
-    tensor = held(module, str(value.target))
-    return tensor.numel() == 1 and not tensor.is_meta and float(tensor) <= FORBIDDEN
+    tensor = None if module is None else held(module, str(value.target))
+    if tensor is None or tensor.is_meta or tensor.numel() != 1:
+        return _constant(value)
+    return float(tensor)
 
 
 def _require_forbidden(value: Any) -> None:
-    if _constant(value) > FORBIDDEN:
-        raise Refused(f"masked scores become {_constant(value)}, which does not forbid a key")
+    if _filled(value) > FORBIDDEN:
+        raise Refused(f"masked scores become {_filled(value)}, which does not forbid a key")
 
 
 def _operand(value: Any, order: list[int], core: Core | None = None) -> Operand:

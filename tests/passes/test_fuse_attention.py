@@ -72,6 +72,10 @@ Scores = Callable[[LoweredGraph, fx.Node], fx.Node]
 
 def refused(change: Scores, heads: int = 2, axis: int = -1, twice: bool = False) -> str:
     """Why attention over the changed scores is left alone."""
+    return reason_of(fuse_attention(with_scores(change, heads, axis, twice), LENGTH))
+
+
+def with_scores(change: Scores, heads: int = 2, axis: int = -1, twice: bool = False) -> fx.GraphModule:
     graph = LoweredGraph()
     ids = graph.placeholder("input_ids", torch.zeros(1, 11, dtype=torch.int64), [1])
     q, k, v = (graph.tokens(name, (heads, HEAD_DIM), FP32) for name in "qkv")
@@ -81,8 +85,7 @@ def refused(change: Scores, heads: int = 2, axis: int = -1, twice: bool = False)
     scores = change(graph, graph.function(aten.matmul.default, q, k))
     weights = graph.function(aten.softmax.int, scores, axis)
     out = graph.function(aten.matmul.default, weights, v)
-    report = fuse_attention(graph.finish(out, weights) if twice else graph.finish(out), LENGTH)
-    return reason_of(report)
+    return graph.finish(out, weights) if twice else graph.finish(out)
 
 
 def reason_of(report: PassReport) -> str:
@@ -188,14 +191,41 @@ def test_products_of_heads_without_a_batch_axis_and_a_scaled_bias() -> None:
     assert slopes.tolist() == [0.25, 0.125]  # the scale after the sum goes for the bias too
 
 
+def fired(change: Scores) -> bool:
+    """Whether attention over the changed scores is found; causal, if so."""
+    graph_module = with_scores(change)
+    report = fuse_attention(graph_module, LENGTH)
+    return [n.args[5] for n in calls(graph_module, attention)] == [True] * report.matched != []
+
+
 @pytest.mark.parametrize(("floor", "fires"), [(torch.finfo(FP32).min, True), (-5.0, False)])
 def test_a_floor_under_masked_scores_counts_where_it_forbids(floor: float, fires: bool) -> None:
     def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
         masked = plus(CAUSAL)(graph, scores)
         return graph.function(aten.max.other, masked, graph.weight("floor", torch.tensor(floor)))
 
-    if fires:
-        with pytest.raises(AssertionError):
-            refused(change)
-    else:
-        assert refused(change) == "max_other (aten.max) stands between the scores and the softmax"
+    assert fired(change) is fires
+
+
+@pytest.mark.parametrize(("factor", "fires"), [(1.0, True), (0.5, False)])
+def test_a_factor_that_clears_masked_scores_is_none_for_the_others(factor: float, fires: bool) -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        length = graph.function(aten.sym_size.int, graph.ids, 1)  # type: ignore[attr-defined]
+        mask = graph.weight("triangle", factor * torch.ones(LENGTH, LENGTH).tril())
+        for axis in (0, 1):
+            mask = graph.function(aten.slice.Tensor, mask, axis, 0, length)
+        return plus(CAUSAL)(graph, graph.function(aten.mul.Tensor, scores, mask))
+
+    assert fired(change) is fires
+
+
+def test_what_masked_scores_become_may_be_held_by_the_module() -> None:
+    def change(graph: LoweredGraph, scores: fx.Node) -> fx.Node:
+        masked = plus(CAUSAL)(graph, scores)
+        length = graph.function(aten.sym_size.int, graph.ids, 1)  # type: ignore[attr-defined]
+        earlier = graph.weight("earlier", torch.ones(LENGTH, LENGTH).tril().bool())
+        for axis in (0, 1):
+            earlier = graph.function(aten.slice.Tensor, earlier, axis, 0, length)
+        return graph.function(aten.where.self, earlier, masked, graph.weight("never", torch.tensor(-1e30)))
+
+    assert fired(change)
