@@ -24,6 +24,7 @@ IRRELEVANT = frozenset(
     (
         "dropout", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
         "output_hidden_states", "output_router_logits", "return_dict", "deterministic", "num_items_in_batch",
+        "logits_to_keep",
     )
 )  # fmt: skip
 

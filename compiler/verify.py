@@ -106,8 +106,12 @@ def _prove_values(site: Site, bitwise: bool) -> Evidence:
     evidence = []
     for seed, tokens in enumerate(TOKENS):
         inputs = fresh_inputs(site.after, site.examples, tokens, seed, site.constants)
-        wide = [_wide(v) for v in inputs]
-        reference, after = _run_wide(site.before, wide), _run_wide(site.after, wide)
+        reference = _run_wide(site.before, [_wide(v) for v in inputs])
+        if any(bool(r.isnan().any()) for r in reference):
+            # A root or a logarithm of what was never negative where it came from.
+            inputs = [_positive(v, site) for v in inputs]
+            reference = _run_wide(site.before, [_wide(v) for v in inputs])
+        after = _run_wide(site.after, [_wide(v) for v in inputs])
         _compare(
             reference, after, _depth(site) * torch.finfo(torch.float64).eps * SAFETY, f"fp64, {tokens} tokens"
         )
@@ -116,6 +120,13 @@ def _prove_values(site: Site, bitwise: bool) -> Evidence:
         if bitwise:
             _compare_bitwise(_run(site.before, inputs), narrow)
     return max(evidence, key=lambda e: e.error)
+
+
+def _positive(value: Any, site: Site) -> Any:
+    """The magnitudes of fresh values; weights that are part of the proof stay."""
+    is_fresh = all(value is not constant for constant in site.constants.values())
+    floats = isinstance(value, Tensor) and value.dtype.is_floating_point
+    return value.abs() if floats and is_fresh else value
 
 
 def _prove_table(site: Site, table: Tensor) -> Evidence:

@@ -1,6 +1,7 @@
 """x * rsqrt(mean(x^2) + eps) * weight  ->  octavo.rms_norm, wherever the casts stand.
 
-A norm without a weight gets one of ones. Not matched: norms that subtract the mean, norms over another axis.
+A norm without a weight gets one of ones; where the sum of squares stands in the mean's place, 1 / sqrt(width) follows.
+Not matched: norms that subtract the mean, norms over another axis.
 Source: Zhang and Sennrich 2019.
 """
 
@@ -14,6 +15,10 @@ from octavo.passes.rule import PassReport, Rule, apply_rules
 X = cast(Var("x"))
 MEAN = add(
     call(aten.mean.dim, args=(call(aten.pow.Tensor_Scalar, args=(X, 2)), [-1], True)), Var("eps", number)
+)
+SUM = add(
+    call(aten.sum.dim_IntList, args=(call(aten.pow.Tensor_Scalar, args=(X, 2)), [-1], True)),
+    Var("eps", number),
 )
 INVERSES = (call(aten.rsqrt.default, args=(MEAN,)), call(aten.pow.Tensor_Scalar, args=(MEAN, -0.5)))
 
@@ -37,9 +42,19 @@ def reject_plain(found: Match) -> str | None:
 
 
 def replace_plain(build: Builder, found: Match) -> Node:
+    return _plain(build, found, found["eps"])
+
+
+def replace_unit(build: Builder, found: Match) -> Node:
+    """A sum is the width times a mean. A weight of 1 / sqrt(width) would be a rounded one."""
+    width = int(found["x"].meta["val"].shape[-1])
+    return build.call(aten.mul.Tensor, _plain(build, found, found["eps"] / width), width**-0.5)
+
+
+def _plain(build: Builder, found: Match, eps: float) -> Node:
     x = found["x"].meta["val"]
     ones = _ones(build.graph_module, int(x.shape[-1]), x.dtype)
-    return build.call(torch.ops.octavo.rms_norm.default, found["x"], ones, found["eps"])
+    return build.call(torch.ops.octavo.rms_norm.default, found["x"], ones, eps)
 
 
 def _ones(graph_module: GraphModule, width: int, dtype: torch.dtype) -> Node:
@@ -60,10 +75,13 @@ def _rules(inverse: Call) -> tuple[Rule, Rule]:
 
 
 WEIGHTED, PLAIN = zip(*map(_rules, INVERSES), strict=True)
+UNIT = Rule(
+    "fuse_l2_norm", cast(mul(X, call(aten.rsqrt.default, args=(SUM,)))), replace_unit, ("x",), reject_plain
+)
 FUSE_RMS_NORM = WEIGHTED[0]
 
 
 def fuse_rms_norm(graph_module: GraphModule) -> PassReport:
     report = apply_rules(WEIGHTED, graph_module, PassReport("fuse_rms_norm", "reassociates"))
     graph_module.graph.eliminate_dead_code()  # what the weighted norms left behind would match again
-    return apply_rules(PLAIN, graph_module, report)
+    return apply_rules((*PLAIN, UNIT), graph_module, report)

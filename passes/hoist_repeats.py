@@ -127,7 +127,7 @@ def _attention(graph_module: GraphModule, node: Node) -> Site | None:
         return [b.call(octavo.attention.default, q, key[0], value[0], *rest)]
 
     inputs = [q, key[0], value[0], *(n for n in rest if isinstance(n, Node))]
-    return replace(graph_module, [node], build, list(dict.fromkeys(inputs)))
+    return replace(graph_module, [node], build, inputs)
 
 
 def _arithmetic(graph_module: GraphModule, node: Node) -> Site | None:
@@ -144,5 +144,5 @@ def _arithmetic(graph_module: GraphModule, node: Node) -> Site | None:
             assert callable(node.target)
             return [b.call(node.target, *operands, **node.kwargs)]
 
-        return replace(graph_module, [node], build, list(dict.fromkeys(operands)))
+        return replace(graph_module, [node], build, operands)
     return None

@@ -1,7 +1,7 @@
 """op(transpose(x))  ->  transpose(op(x)) for ops that do not look at the axes that a transpose moves.
 
-Norms over the last axis, slices and joins of any axis. The transposes then meet those that attention and rotation
-brought, and canonicalize removes both.
+Norms over the last axis, slices and joins of any axis, arithmetic with numbers or with others transposed alike. The
+transposes then meet those that attention and rotation brought, and canonicalize removes both.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from octavo.passes.rewrite import Builder, Site, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
+ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NORMS = (octavo.rms_norm.default, octavo.layer_norm.default)
 
 
@@ -31,6 +32,8 @@ def _hoist(graph_module: GraphModule, node: Node) -> Site | None:
         return _norm(graph_module, node)
     if node.target is aten.slice.Tensor:
         return _slice(graph_module, node)
+    if node.target in ARITHMETIC:
+        return _arithmetic(graph_module, node)
     return _cat(graph_module, node) if node.target is aten.cat.default else None
 
 
@@ -84,3 +87,21 @@ def _cat(graph_module: GraphModule, node: Node) -> Site | None:
         return [b.call(aten.permute.default, joined, orders[0])]
 
     return replace(graph_module, [node], build, list(dict.fromkeys(sources)))
+
+
+def _arithmetic(graph_module: GraphModule, node: Node) -> Site | None:
+    operands = [_transposed(value) for value in node.all_input_nodes]
+    found = [operand for operand in operands if operand is not None]
+    shape = node.meta["val"].shape
+    if not found or len(found) < len(operands) or any(order != found[0][1] for _, order in found):
+        return None
+    if any(str(value.meta["val"].shape) != str(shape) for value in node.all_input_nodes):
+        return None
+    sources = {value: source for value, (source, _) in zip(node.all_input_nodes, found, strict=True)}
+
+    def build(b: Builder) -> list[Node]:
+        assert callable(node.target)
+        args = [sources[value] if isinstance(value, Node) else value for value in node.args]
+        return [b.call(aten.permute.default, b.call(node.target, *args, **node.kwargs), found[0][1])]
+
+    return replace(graph_module, [node], build, list(sources.values()))

@@ -138,6 +138,7 @@ def replace(
     inputs too. Nodes that lose their last user stay until dead code is eliminated.
     """
     graph = graph_module.graph
+    inputs = list(dict.fromkeys(inputs))  # a norm of x + x names x twice
     several = len(outputs) > 1 and not effects
     root = min(outputs) if several else max((*outputs, *effects))
     with graph.inserting_before(root) if several else graph.inserting_after(root):

@@ -227,3 +227,18 @@ def test_proofs_run_on_one_thread_and_give_the_others_back() -> None:
         assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_roots_are_proven_where_they_are_numbers(sign: float) -> None:
+    def before(call: Any, x: fx.Node) -> fx.Node:
+        return call(MUL, call(aten.rsqrt.default, x), sign)  # type: ignore[no-any-return]
+
+    def after(call: Any, x: fx.Node) -> fx.Node:
+        return call(aten.pow.Tensor_Scalar, x, -0.5)  # type: ignore[no-any-return]
+
+    rewritten = site(before, after)
+    if sign == 1.0:
+        assert 0.0 <= prove(rewritten).error <= prove(rewritten).bound
+    else:
+        assert "relative error 2.00e+00" in failure(rewritten)

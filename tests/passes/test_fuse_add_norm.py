@@ -8,6 +8,7 @@ from lowered import LoweredGraph
 from models import LAYERS
 from stages import BF16, FP32, after, assert_idempotent, assert_same_numbers, calls, count
 
+from octavo.compiler.verify import prove_report
 from octavo.passes.fuse_add_norm import fuse_add_norm
 from octavo.passes.pattern import aten
 from octavo.passes.rule import run_pass
@@ -48,6 +49,15 @@ def test_refuses_other_shapes_and_numbers() -> None:
     expected = ["the terms of the sum have different shapes"]
     assert norm_of_sum((64,), (64,)) == expected
     assert norm_of_sum((64,), None) == expected
+
+
+def test_a_value_may_be_added_to_itself() -> None:
+    graph = LoweredGraph()
+    x, weight = graph.tokens("x", (64,), FP32), graph.weight("w", torch.ones(64))
+    graph_module = graph.finish(graph.call("rms_norm", graph.function(aten.add.Tensor, x, x), weight, 1e-5))
+    report = run_pass(fuse_add_norm, graph_module)
+    prove_report(report, {})
+    assert report.matched == count(graph_module, octavo.add_rms_norm.default) == 1
 
 
 def test_idempotent() -> None:

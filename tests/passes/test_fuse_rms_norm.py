@@ -104,3 +104,18 @@ def test_a_norm_without_a_weight_gets_ones(spelling: str, dtype: torch.dtype) ->
     (norm,) = calls(graph_module, rms_norm)
     assert report.matched == 1 and norm.args[2] == 1e-6
     assert str(norm.args[1].target) == f"folded.ones_{str(dtype).removeprefix('torch.')}_32"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_sum_of_squares_is_the_width_times_their_mean(dtype: torch.dtype) -> None:
+    graph = LoweredGraph()
+    x = graph.tokens("x", (48,), dtype)
+    up = x if dtype is FP32 else graph.function(aten._to_copy.default, x, dtype=FP32)
+    total = graph.function(aten.sum.dim_IntList, graph.function(aten.pow.Tensor_Scalar, up, 2), [-1], True)
+    inverse = graph.function(aten.rsqrt.default, graph.function(aten.add.Tensor, total, 4.8e-5))
+    y = graph.function(aten.mul.Tensor, up, inverse)
+    graph_module = graph.finish(y if dtype is FP32 else graph.function(aten._to_copy.default, y, dtype=dtype))
+    report = run_pass(fuse_rms_norm, graph_module)
+    prove_report(report, {})
+    (node,) = calls(graph_module, rms_norm)
+    assert node.args[2] == pytest.approx(1e-6)

@@ -67,6 +67,9 @@ def sliced(graph: LoweredGraph, x: fx.Node, *args: Any) -> fx.Node:
         (lambda g, x, y: sliced(g, x, -1, 0, 8, 2), ["aten::slice"]),
         (lambda g, x, y: g.function(aten.cat.default, [x, y], -1), ["aten::cat"]),
         (lambda g, x, y: g.function(aten.cat.default, [x, y, x], 1), ["aten::cat"]),
+        (lambda g, x, y: g.function(aten.mul.Tensor, x, 0.5), ["aten::mul"]),
+        (lambda g, x, y: g.function(aten.sub.Tensor, x, y, alpha=2.0), ["aten::sub"]),
+        (lambda g, x, y: g.function(aten.add.Tensor, x, x), ["aten::add"]),
         (lambda g, x, y: sliced(g, norm(g, "rms_norm", sliced(g, x, 1, 0, 2)), 3, 0, 4),
          ["aten::slice", "octavo::rms_norm", "aten::slice"]),
     ],
@@ -86,6 +89,16 @@ def test_the_transpose_ends_up_last(made: Made, left: list[str]) -> None:
         (lambda g, x, y: g.call("rms_norm", x, g.weight("v", torch.ones(4)), 1e-6), [0, 1, 3, 2]),
         (lambda g, x, y: g.function(aten.cat.default, [x, y.all_input_nodes[0]], 3), [0, 1, 2, 3]),
         (lambda g, x, y: g.function(aten.neg.default, x), HEADS_FIRST),
+        (lambda g, x, y: g.function(aten.mul.Tensor, x, g.weight("v", torch.ones(8))), HEADS_FIRST),
+        # one head that is spread over the others
+        (
+            lambda g, x, y: g.function(
+                aten.add.Tensor,
+                g.function(aten.permute.default, sliced(g, y.all_input_nodes[0], 2, 0, 1), HEADS_FIRST),
+                x,
+            ),
+            HEADS_FIRST,
+        ),
     ],
 )
 def test_refuses(made: Made, order: list[int]) -> None:
