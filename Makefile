@@ -3,10 +3,12 @@
 #   PYTHON=python3.12     which interpreter makes the virtual environment (3.11 or newer)
 #   VENV=.venv            where it is made
 #   PYTEST_ARGS="-k rope" more arguments for pytest
+#   WORKERS=4             how many processes run tests
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= 2
 SHELL := bash
 
 BIN := $(VENV)/bin
@@ -38,7 +40,7 @@ demo: $(VENV)/.installed-demo ## compile SmolLM2-135M for cpu and b200 and gener
 
 test: lint ## lint, types, then every test that takes seconds
 	@echo "== pytest"
-	@$(BIN)/pytest -m "not slow" --durations=15 $(PYTEST_ARGS)
+	@$(BIN)/pytest -m "not slow" --durations=15 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@echo "== ruff"

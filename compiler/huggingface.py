@@ -161,12 +161,12 @@ def description(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.get_text_config()
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
-    eos = eos if eos is not None else config.eos_token_id
+    eos = eos if eos is not None else getattr(config, "eos_token_id", None)
     return {
         "name": model.config.name_or_path or type(model).__name__,
         "vocab_size": config.vocab_size,
         "num_layers": config.num_hidden_layers,
         "max_model_len": getattr(config, "max_position_embeddings", None),
         "eos_token_ids": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-        "bos_token_id": config.bos_token_id,
+        "bos_token_id": getattr(config, "bos_token_id", None),
     }

@@ -87,6 +87,7 @@ def fold(graph_module: GraphModule) -> Folded | None:
     repeats: list[Repeat] = []
     dropped: set[Node] = set()
     stands_for: dict[Node, Node] = {}
+    counts: dict[Node, int] = {}
     removed = 0
     for run in sorted(_runs(texts, 1, len(segments) - 1), key=lambda r: r.start):
         bodies = [_joined(graph_module, segments, run, i) for i in range(run.count)]
@@ -96,13 +97,15 @@ def fold(graph_module: GraphModule) -> Folded | None:
         for body in bodies[KEPT:]:
             dropped.update(body.nodes)
         stands_for.update(zip(last, bodies[KEPT - 1].nodes, strict=True))
+        counts.update(dict.fromkeys(bodies[KEPT - 1].nodes, run.count - KEPT + 1))
         paths = tuple(_path_map(bodies[KEPT - 1], body) for body in bodies)
         weights = tuple(body.weights for body in bodies)
         repeats.append(Repeat(run.start - removed, run.period, weights, paths))
         removed += (run.count - KEPT) * run.period
     if not repeats:
         return None
-    return Folded(_without(graph_module, dropped, stands_for), tuple(repeats), graph_module)
+    short = _without(graph_module, dropped, stands_for, counts)
+    return Folded(short, tuple(repeats), graph_module)
 
 
 def unfold(folded: Folded) -> GraphModule:
@@ -240,12 +243,16 @@ def _paths(node: Node) -> list[str]:
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
-def _without(graph_module: GraphModule, dropped: set[Node], stands_for: Mapping[Node, Node]) -> GraphModule:
+def _without(
+    graph_module: GraphModule, dropped: set[Node], stands_for: Mapping[Node, Node], counts: Mapping[Node, int]
+) -> GraphModule:
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in graph_module.graph.nodes:
         if node not in dropped and (node.op != "get_attr" or any(u not in dropped for u in node.users)):
             copies[node] = graph.node_copy(node, lambda n: copies[stands_for.get(n, n)])
+            if node in counts:
+                copies[node].meta["stands_for"] = counts[node]
     result = GraphModule(graph_module, graph)
     result.meta.update({k: v for k, v in graph_module.meta.items() if k not in ("sites", "recipes")})
     return result
@@ -302,7 +309,7 @@ class _Writer:
 
     def _copy(self, node: Node, value_of: Callable[[Node], Node]) -> Node:
         copy = self.graph.node_copy(node, value_of)
-        copy.meta = dict(node.meta)
+        copy.meta = {key: value for key, value in node.meta.items() if key != "stands_for"}
         self.num_layers += _is_anchor(node)
         return copy
 

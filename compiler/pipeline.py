@@ -42,6 +42,7 @@ from octavo.passes.lower_elementwise import lower_elementwise
 from octavo.passes.lower_transposes import lower_transposes
 from octavo.passes.merge_gate_up import merge_gate_up
 from octavo.passes.merge_qkv import merge_qkv
+from octavo.passes.rewrite import stands_for
 from octavo.passes.rule import Pass, PassReport, run_pass
 from octavo.passes.split_linear import split_linear
 
@@ -136,6 +137,7 @@ def lower(
     if folded is None:
         return _lower(captured.graph_module, all_attentions, options, settings, pipeline, progress, dumps)
     kept = attentions(folded.graph_module)
+    folded.graph_module.meta["attentions"] = len(all_attentions)
     result = _lower(folded.graph_module, kept, options, settings, pipeline, progress, dumps)
     short = result.graph_module
     start = time.perf_counter()
@@ -278,7 +280,9 @@ def _modules(graph_module: GraphModule, names: Sequence[str]) -> list[str]:
 def _require_attentions(graph_module: GraphModule, expected: Sequence[str], report: PassReport) -> None:
     """As many octavo.attention as the model has attentions, or an error that names those that were missed."""
     found = [n for n in graph_module.graph.nodes if n.op == "call_function" and op(n) == "octavo::attention"]
-    report.notes["attentions"] = f"{len(found)} of {len(expected)}"
+    num_found = sum(stands_for(n) for n in found)
+    num_expected = graph_module.meta.get("attentions", len(expected))
+    report.notes["attentions"] = f"{num_found} of {num_expected}"
     if len(found) != len(expected):
         reasons = [f"{r.where}: {r.reason}" for r in (*report.rejected, *report.near_misses)]
         raise PassError(

@@ -1,13 +1,15 @@
 """What depends on a token's position alone becomes a table, looked up by position.
 
 First `arange(T)` becomes the positions input: in the captured form, one sequence, they are equal, and in the
-ragged form the positions are what it meant. Then cosines, sines and learned position rows are evaluated for
+ragged form the positions are what it meant. The same integer for every token (a kind of segment) is made of positions
+too. Then cosines, sines and learned position rows are evaluated for
 every position. Refused: values in which one token's row depends on another's position (tables chosen by the
 longest position).
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
@@ -18,6 +20,8 @@ from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+# What they fill a tensor with; None where it is an argument.
+FILLS = {aten.zeros.default: 0, aten.ones.default: 1, aten.full.default: None}
 VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 
@@ -27,6 +31,7 @@ def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassR
         n for n in graph_module.graph.nodes if n.op == "placeholder" and n.name == "position_ids"
     )
     _replace_aranges(graph_module, positions, report)
+    _replace_fills(graph_module, positions, report)
     for node in _frontier(graph_module, positions):
         if _lacks_values(graph_module, node, positions):
             report.reject(node, "it is made of weights that have no values yet (on the meta device)")
@@ -54,6 +59,23 @@ def _replace_aranges(graph_module: GraphModule, positions: Node, report: PassRep
                     [positions],
                 )
             )
+
+
+def _replace_fills(graph_module: GraphModule, positions: Node, report: PassReport) -> None:
+    """zeros (1, T), say, which rows of a table are taken by."""
+    sizes = [str(d) for d in positions.meta["val"].shape]
+    for node in list(graph_module.graph.nodes):
+        if node.target not in FILLS or not node.users or node.meta["val"].dtype is not torch.int64:
+            continue
+        if [str(d) for d in node.meta["val"].shape] != sizes:
+            continue
+        number = FILLS[node.target]
+        value = node.args[1] if number is None else number
+
+        def build(b: Builder, value: Any = value) -> list[Node]:
+            return [b.call(aten.add.Tensor, b.call(aten.mul.Tensor, positions, 0), value)]
+
+        report.sites.append(replace(graph_module, [node], build, [positions]))
 
 
 def _starts_at_zero(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
 Keys and values that are repeated for groups of queries before they are rotated, normed or transposed are repeated
 last, where attention takes one key head for several query heads without it. Arithmetic spreads an expanded operand
-over the other by itself. Not matched: repeats of whole sequences of heads, which pair heads with queries otherwise.
+over the other by itself; one that lacks the axis of size one in front gets it. Not matched: repeats of whole
+sequences of heads, which pair heads with queries otherwise.
 """
 
 from typing import Any
@@ -133,16 +134,34 @@ def _attention(graph_module: GraphModule, node: Node) -> Site | None:
 def _arithmetic(graph_module: GraphModule, node: Node) -> Site | None:
     for index, value in enumerate(arguments(node)[:2]):
         other = node.args[1 - index]
-        if not isinstance(value, Node) or value.target not in EXPANDS or not isinstance(other, Node):
+        if not isinstance(value, Node) or not isinstance(other, Node) or _sizes(other) != _sizes(node):
             continue
-        if _sizes(other) != _sizes(node):
-            continue
-        x = arguments(value)[0]
-        operands = [x, other] if index == 0 else [other, x]
-
-        def build(b: Builder, operands: list[Node] = operands) -> list[Node]:
-            assert callable(node.target)
-            return [b.call(node.target, *operands, **node.kwargs)]
-
-        return replace(graph_module, [node], build, operands)
+        if value.target in EXPANDS:
+            return _with_operand(graph_module, node, index, arguments(value)[0], None)
+        if _lacks_ones(value, node):
+            return _with_operand(graph_module, node, index, value, _plain(node.meta["val"].shape))
     return None
+
+
+def _lacks_ones(value: Node, result: Node) -> bool:
+    """Whether it is (T, N) where the result is (1, T, N)."""
+    short, long = _sizes(value), _sizes(result)
+    lead = len(long) - len(short)
+    one_symbol = sum(not isinstance(d, int) for d in value.meta["val"].shape) == 1
+    return one_symbol and len(short) > 1 and lead > 0 and long == ["1"] * lead + short
+
+
+def _with_operand(
+    graph_module: GraphModule, node: Node, index: int, x: Node, sizes: list[int] | None
+) -> Site:
+    """The node with x as its operand `index`, seen as `sizes` if they are given."""
+    other = node.args[1 - index]
+    assert isinstance(other, Node)
+
+    def build(b: Builder) -> list[Node]:
+        assert callable(node.target)
+        seen = x if sizes is None else b.call(aten.reshape.default, x, sizes)
+        operands = [seen, other] if index == 0 else [other, seen]
+        return [b.call(node.target, *operands, **node.kwargs)]
+
+    return replace(graph_module, [node], build, [x, other])

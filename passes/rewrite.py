@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from octavo.compiler.origin import where
 from octavo.compiler.program import STEP_INPUTS
 
-PROVENANCE = ("nn_module_stack", "stack_trace")
+PROVENANCE = ("nn_module_stack", "stack_trace", "stands_for")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Site:
     examples       the inputs' fake tensors (shape, dtype), in order
     constants      values, by placeholder name, of weights that the pass relied on (the rows of a mask, say)
     table          name of the constant that holds results of the before form, rounded to the model's dtype
+    stands_for     sites of the whole model that this one is an example of, where equal layers are left out
     key            equal for sites of equal structure, which need one proof between them
     """
 
@@ -37,6 +38,7 @@ class Site:
     constants: dict[str, torch.Tensor]
     key: str
     table: str | None = None
+    stands_for: int = 1
 
 
 class Builder:
@@ -182,7 +184,15 @@ def make_site(
     if key not in known:
         known[key] = (extract(outputs, leaves), extract(results, leaves), examples, constants)
     before, after, examples, constants = known[key]
-    return Site(outputs[0].name, where(outputs[0]), before, after, examples, constants, key)
+    count = stands_for(outputs[0])
+    return Site(
+        outputs[0].name, where(outputs[0]), before, after, examples, constants, key, stands_for=count
+    )
+
+
+def stands_for(node: Node) -> int:
+    """Nodes of the whole model that this one is an example of: 1, or more where equal layers are left out."""
+    return int(node.meta.get("stands_for", 1))
 
 
 def content(tensor: torch.Tensor) -> str:

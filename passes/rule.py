@@ -66,7 +66,7 @@ class PassReport:
 
     @property
     def matched(self) -> int:
-        return len(self.sites)
+        return sum(site.stands_for for site in self.sites)
 
     @property
     def changed(self) -> bool:

@@ -186,7 +186,9 @@ def test_unequal_results_are_refused() -> None:
         unfold(result)
 
 
-def test_a_pass_that_sees_all_layers_finds_none_missing() -> None:
-    """Folding leaves the counts of a report to the layers that were seen."""
-    reports: dict[str, PassReport] = {r.name: r for r in lowered(llama(num_hidden_layers=7)).reports}
-    assert reports["fuse_attention"].notes["attentions"] == "3 of 3"
+def test_reports_count_the_whole_model() -> None:
+    """What was found in a layer that stands for others counts as often, and is proven once."""
+    reports = {r.name: r for r in lowered(llama(num_hidden_layers=7)).reports}
+    assert reports["fuse_attention"].notes["attentions"] == "7 of 7"
+    assert (reports["fuse_rms_norm"].matched, len(reports["fuse_rms_norm"].sites)) == (15, 7)
+    assert (reports["fuse_rope"].matched, reports["merge_qkv"].matched) == (14, 7)

@@ -92,6 +92,8 @@ def normed(graph: LoweredGraph, x: fx.Node) -> fx.Node:
             aten.expand_as.default, g.weight("b", torch.arange(8.0)), y)), ["add"]),
         (lambda g, x, y: g.function(aten.sub.Tensor, g.function(
             aten.expand_as.default, g.weight("b", torch.arange(8.0)), y), y), ["sub"]),
+        (lambda g, x, y: g.function(aten.add.Tensor, x, g.function(aten.reshape.default, x, [-1, 2, 8])),
+         ["reshape", "reshape", "add"]),
     ],
 )  # fmt: skip
 def test_hand_made_repeats_move(made: Made, left: list[str]) -> None:
