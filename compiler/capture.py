@@ -157,7 +157,11 @@ def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lamb
     require_tokens_apart(graph_module.graph)  # before lengths, which loops over tokens fix too
     if not has_values(wrapped.model):
         on_cpu(graph_module, wrapped.model)
-    graph_module.meta["longest"] = _unify_lengths(graph_module, program, type(wrapped.model).__name__)
+    longest = (
+        _unify_lengths(graph_module, program, type(wrapped.model).__name__),
+        *_learned(graph_module.graph),
+    )
+    graph_module.meta["longest"] = min((n for n in longest if n is not None), default=None)
     return graph_module
 
 
@@ -202,6 +206,14 @@ def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProg
     bounds = program.range_constraints.get(length.node.expr)
     upper = None if bounds is None else bounds.upper
     return int(upper) if upper is not None and upper.is_Integer and int(upper) < 1 << 31 else None
+
+
+def _learned(graph: Graph) -> list[int]:
+    """Rows of the tables that positions are looked up in as they are."""
+    lookups = (n for n in graph.nodes if n.target is torch.ops.aten.embedding.default)
+    return [
+        n.args[0].meta["val"].shape[0] for n in lookups if getattr(n.args[1], "name", "") == "position_ids"
+    ]
 
 
 def _first_line(error: Exception) -> str:

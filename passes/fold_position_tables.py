@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from octavo.compiler.errors import PassError
+from octavo.compiler.origin import where
 from octavo.passes.pattern import arguments, aten, is_constant
 from octavo.passes.rewrite import Builder, Recipe, collect, extract, held, new_weight, replace
 from octavo.passes.rule import PassReport
@@ -32,6 +34,7 @@ def fold_position_tables(graph_module: GraphModule, max_model_len: int) -> PassR
     )
     _replace_aranges(graph_module, positions, report)
     _replace_fills(graph_module, positions, report)
+    _require_rows(graph_module, positions, max_model_len)
     for node in _frontier(graph_module, positions):
         if _lacks_values(graph_module, node, positions):
             report.reject(node, "it is made of weights that have no values yet (on the meta device)")
@@ -59,6 +62,22 @@ def _replace_aranges(graph_module: GraphModule, positions: Node, report: PassRep
                     [positions],
                 )
             )
+
+
+def _require_rows(graph_module: GraphModule, positions: Node, max_model_len: int) -> None:
+    """Raise PassError for learned rows that end before the longest sequence: kernels would read past them."""
+    for node in graph_module.graph.nodes:
+        if _is_lookup(node, positions) and node.args[1].meta["val"].shape[0] < max_model_len:
+            raise _too_short(
+                node, f"{node.args[1]} has {node.args[1].meta['val'].shape[0]} rows", max_model_len
+            )
+
+
+def _too_short(node: Node, what: str, max_model_len: int) -> PassError:
+    return PassError(
+        f"fold_position_tables: {what}, fewer than the {max_model_len} positions of the longest sequence "
+        f"({where(node)}); pass a max_model_len that the model's positions cover"
+    )
 
 
 def _replace_fills(graph_module: GraphModule, positions: Node, report: PassReport) -> None:
@@ -151,7 +170,10 @@ def _table(
         return result.reshape(len(values), width)  # type: ignore[no-any-return]
 
     recipe = Recipe(names, lambda sources: rows(sources, torch.arange(max_model_len)).contiguous())
-    table = recipe.make(weights)
+    try:
+        table = recipe.make(weights)
+    except IndexError as error:
+        raise _too_short(node, f"{node.name} takes rows that are not there", max_model_len) from error
     probe = torch.tensor([max_model_len - 1, 0, max_model_len // 2, 1])[: max(1, min(4, max_model_len))]
     alone = torch.cat([rows(weights, p[None]) for p in probe])
     return (table, recipe) if torch.equal(alone, table[probe]) and table.shape[0] == max_model_len else None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import COMPILABLE, LONGEST, SPELLINGS, VOCAB, TinyLM, llama, tiny
+from models import COMPILABLE, LONGEST, SPELLINGS, VOCAB, SdpaAttention, Spelling, TinyLM, llama, tiny
 from stages import FP32, LENGTHS, assert_same_numbers, captured, logits, tokens
 from torch import Tensor, nn
 
@@ -41,6 +41,8 @@ def test_knows_of_other_models_what_their_code_says() -> None:
     assert (found.route, found.model_info["name"]) == ("patterns", "TinyLM")
     assert found.model_info["max_model_len"] == LONGEST  # the registered mask ends there
     assert captured("sdpa").model_info["max_model_len"] is None
+    model = TinyLM(Spelling(SdpaAttention, learned=True))
+    assert capture(model).model_info["max_model_len"] == LONGEST  # the learned positions end there
 
 
 def test_weights_keep_the_models_names_and_memory() -> None:

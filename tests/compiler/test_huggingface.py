@@ -1,6 +1,7 @@
 """Hugging Face's attention and masks arrive as one op with their attributes."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,15 @@ def test_takes_arguments_that_say_nothing() -> None:
     assert not torch.allclose(free, plain)
 
 
+class ModelConfig(SimpleNamespace):
+    """A configuration without token ids."""
+
+    name_or_path, num_hidden_layers = "", 2
+
+    def get_text_config(self) -> "ModelConfig":
+        return self
+
+
 class Reading(nn.Module):
     """An attention that changes what it calls the interface with, in a model of another."""
 
@@ -173,6 +183,12 @@ def test_describes_a_model() -> None:
     model = llama(eos_token_id=2, name_or_path="")
     found = description(model)
     assert (found["eos_token_ids"], found["name"]) == ([2], "LlamaForCausalLM")
+    model.generation_config, model.config = (
+        None,
+        ModelConfig(vocab_size=9),
+    )  # of a library's model that has neither
+    found = description(model)
+    assert (found["eos_token_ids"], found["bos_token_id"]) == ([], None)
 
 
 def test_knows_its_models() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from models import HEAD_DIM, LONGEST
 from stages import BF16, FP32, SETTINGS, after, assert_idempotent, assert_same_numbers, calls, count
 from torch import fx
 
+from octavo.compiler.errors import PassError
 from octavo.compiler.verify import prove_report
 from octavo.passes.fold_position_tables import fold_position_tables
 from octavo.passes.pattern import aten
@@ -110,3 +112,32 @@ def test_learned_rows_counted_from_two_get_a_table_of_their_own() -> None:
     assert torch.equal(held(graph_module, name), held(graph_module, "learned")[2:18])
     (lookup,) = calls(graph_module, octavo.embedding.default)
     assert lookup.args[0] is positions
+
+
+@pytest.mark.parametrize("moved", [0, 2])
+def test_rows_that_end_before_the_longest_sequence_are_an_error(moved: int) -> None:
+    graph = LoweredGraph()
+    positions = graph.input("positions")
+    positions.name, positions.target = "position_ids", "position_ids"
+    ids = graph.function(aten.add.Tensor, positions, moved) if moved else positions
+    row = graph.function(octavo.embedding.default, ids, graph.weight("learned", torch.randn(16, 8)))
+    graph_module = graph.finish(graph.function(aten.mul.Tensor, graph.tokens("x", (8,), FP32), row))
+    with pytest.raises(
+        PassError, match=r"the 20 positions of the longest sequence \(node \w+\); pass a max_model"
+    ):
+        fold_position_tables(graph_module, 20)
+
+
+@pytest.mark.parametrize(("fill", "row"), [((aten.zeros.default,), 0), ((aten.full.default, 3), 3)])
+def test_the_same_row_for_every_token_is_looked_up_by_position(fill: tuple[Any, ...], row: int) -> None:
+    graph = LoweredGraph()
+    positions = graph.input("positions")
+    positions.name, positions.target = "position_ids", "position_ids"
+    length = graph.function(aten.sym_size.int, positions, 1)
+    kinds = graph.function(fill[0], [1, length], *fill[1:], dtype=torch.int64)
+    rows = graph.function(octavo.embedding.default, kinds, graph.weight("kinds", torch.randn(4, 8)))
+    graph_module = graph.finish(graph.function(aten.add.Tensor, graph.tokens("x", (8,), FP32), rows))
+    report = run_pass(functools.partial(fold_position_tables, max_model_len=16), graph_module)
+    prove_report(report, {})
+    (name,) = report.notes
+    assert torch.equal(held(graph_module, name), held(graph_module, "kinds")[row].expand(16, 8))
