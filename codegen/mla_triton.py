@@ -1,6 +1,7 @@
 """Selection rows and kernels of the Triton family for latent attention; rows_triton has all others."""
 
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -28,9 +29,18 @@ def mla_spec(latents: Latents, target: Target) -> KernelSpec:
     block_m = min(power_of_2(latents.heads, 16), MAX_ROWS[latents.dtype])
     tiles = ceil_div(latents.heads, min(latents.heads, block_m))
     splits = min(max(2 * (target.sm_count or 1) // tiles, 1), MAX_SPLITS)
-    decode = replace(decode_spec(latents, block_m, splits), when="T == R")
+    decode = _every_form(decode_spec(latents, block_m, splits), when="T == R")
     joined = replace(joining_spec(latents, splits), when="T == R")
-    return in_order(decode, joined, replace(prefill_spec(latents, MAX_ROWS[latents.dtype]), when="T > R"))
+    rows = MAX_ROWS[latents.dtype]
+    # Heads that do not fill the rows of a tile cost registers for finding each row's token: smaller tiles then.
+    rows = rows if rows % min(latents.heads, rows) == 0 else block_m
+    return in_order(decode, joined, _every_form(prefill_spec(latents, rows), when="T > R"))
+
+
+def _every_form(spec: KernelSpec, **changes: Any) -> KernelSpec:
+    """The same changes to a spec and to its alternatives, which differ in tiles only."""
+    others = tuple(replace(other, **changes) for other in spec.alternatives)
+    return replace(spec, alternatives=others, **changes)
 
 
 def decode_spec(latents: Latents, block_m: int, splits: int) -> KernelSpec:
@@ -38,7 +48,7 @@ def decode_spec(latents: Latents, block_m: int, splits: int) -> KernelSpec:
     heads = min(latents.heads, block_m)
     written = (pointer("partial", "fp32"), pointer("lse", "fp32"), number("num_splits", parts))
     row_bytes = latents.heads * (latents.width * ITEM_BYTES[latents.dtype] + latents.rank * 4)
-    return replace(
+    return _every_form(
         _spec(latents, block_m, True, written),
         grid=("R", str(ceil_div(latents.heads, heads)), parts),
         bytes=f"S * {latents.width * ITEM_BYTES[latents.cache_dtype]} + R * {row_bytes}",
@@ -61,7 +71,7 @@ def prefill_spec(latents: Latents, block_m: int) -> KernelSpec:
     """flops are those of T queries that see S keys between them; a causal square needs half."""
     heads = min(latents.heads, block_m)
     written = (pointer("cu_seqlens_q", "i32"), pointer("out", latents.dtype), number("num_requests", "R"))
-    return replace(
+    return _every_form(
         _spec(latents, block_m, False, written),
         grid=(f"T // {block_m // heads} + R", str(ceil_div(latents.heads, heads)), "1"),
         bytes=latents.bytes,

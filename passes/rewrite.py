@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -65,7 +66,7 @@ def set_meta(node: Node, mode: FakeTensorMode, origin: Node | None = None) -> No
     """Infer meta["val"] of a call from its arguments, and copy where it comes from."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     assert callable(node.target), f"{node} is not a call"
-    with mode:
+    with mode, enable_python_dispatcher():  # without it, some ops want sizes that are numbers
         node.meta["val"] = node.target(*args, **kwargs)
     for key in PROVENANCE:
         if origin is not None and key in origin.meta:
@@ -185,9 +186,7 @@ def make_site(
         known[key] = (extract(outputs, leaves), extract(results, leaves), examples, constants)
     before, after, examples, constants = known[key]
     count = stands_for(outputs[0])
-    return Site(
-        outputs[0].name, where(outputs[0]), before, after, examples, constants, key, stands_for=count
-    )
+    return Site(outputs[0].name, where(outputs[0]), before, after, examples, constants, key, stands_for=count)
 
 
 def stands_for(node: Node) -> int:

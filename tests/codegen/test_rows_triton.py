@@ -11,8 +11,8 @@ from torch import fx
 from octavo.codegen.attention_triton import num_splits
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.render import template_names
-from octavo.codegen.rows_triton import MAX_ROW, ROWS
-from octavo.codegen.select import Selection, select
+from octavo.codegen.rows_triton import MAX_ROW
+from octavo.codegen.select import TABLE, Selection, select
 from octavo.compiler.expression import evaluate, holds, validate, validate_condition
 from octavo.compiler.ops import OPS
 from octavo.compiler.program import DIMS
@@ -43,6 +43,10 @@ def attention(heads: int, kv_heads: int, dim: int, page_size: int, sinks: bool =
     batch = [graph.input(name) for name in ("page_table", "seq_lens", "cu_seqlens_q")]
     sink = graph.weight("s", torch.zeros(heads, dtype=BF16)) if sinks else None
     return graph.call("paged_attention", q, *caches, *batch, sink, 0.125, 0, 0.0)
+
+
+# Ops that passes replace before kernels are chosen.
+BEFORE_LOWERING = {"attention", "gated_mlp", "mla_attention", "latent_attention"}
 
 
 def every_op() -> list[fx.Node]:
@@ -76,6 +80,22 @@ def every_op() -> list[fx.Node]:
         linear(49153, 576),
         attention(9, 3, 64, 64),
         *experts(graph),
+        *latents(graph),
+    ]
+
+
+def latents(graph: LoweredGraph) -> list[fx.Node]:
+    """Attention over latents of 64 with rotated parts of 16, and what surrounds it."""
+    latent, k_rope = graph.tokens("latent", (64,), BF16), graph.tokens("k_rope", (16,), BF16)
+    q_latent, q_rope = graph.tokens("q_latent", (16, 64), BF16), graph.tokens("q_rope", (16, 16), BF16)
+    cache = graph.cache("k_cache_1", 1, 64, 80, BF16)
+    batch = [graph.input(name) for name in ("page_table", "seq_lens", "cu_seqlens_q")]
+    slots = next(n for n in graph.graph.nodes if n.name == "slot_mapping")
+    weight = graph.weight("w_uk", torch.zeros(16, 64, 64, dtype=BF16))
+    return [
+        graph.call("head_linear", q_latent, weight),
+        graph.call("latent_write", latent, k_rope, cache, slots),
+        graph.call("paged_mla_attention", q_latent, q_rope, cache, *batch, 0.1, 0, 0.0),
     ]
 
 
@@ -93,8 +113,8 @@ def experts(graph: LoweredGraph) -> list[fx.Node]:
 
 def test_every_op_of_a_lowered_graph_has_a_row_and_every_template_a_use() -> None:
     specs = [choose(node).spec for node in every_op()]
-    assert {row.op for row in ROWS} == {op.name for op in OPS} - {"attention", "gated_mlp"}
-    assert {spec.op for spec in specs} == {row.op for row in ROWS}
+    assert {row.op for row in TABLE["triton"]} == {op.name for op in OPS} - BEFORE_LOWERING
+    assert {spec.op for spec in specs} == {row.op for row in TABLE["triton"]}
     assert {kernel.template for spec in specs for kernel in spec.launches} == set(template_names("triton"))
 
 

@@ -26,7 +26,7 @@ def test_template_parses_as_python(template: str) -> None:
 def test_template_is_short_and_says_what_it_computes(template: str) -> None:
     lines = (FOLDER / template).read_text().splitlines()
     header = [line for line in lines[: lines.index("import triton")] if line]
-    assert len(lines) < 120
+    assert len(lines) < 130
     assert all(line.startswith("# ") for line in header) and any("=" in line for line in header[:3])
     assert any("Parameters:" in line for line in header)
 
