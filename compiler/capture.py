@@ -58,6 +58,8 @@ def capture(model: nn.Module) -> Captured:
             return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
         with library.layers_as_ops(model):
             graph_module = _export(_Wrapped(model, library.call), library.explanation)
+        if has_values(model):
+            library.require_positions_from_zero(model)
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
 
 

@@ -152,6 +152,23 @@ def call(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> Ten
     return logits
 
 
+def require_positions_from_zero(model: PreTrainedModel) -> None:
+    """Raise CaptureError for a model that, asked without positions, takes others than 0, 1, 2, ... (RoBERTa's)."""
+    config = model.config.get_text_config()
+    # Positions that skip padding start behind its id, so it must not come first, where it would hide that.
+    ids = torch.arange(5, 0, -1, device=model.device)[None] % config.vocab_size
+    with torch.no_grad():
+        own = model(input_ids=ids, use_cache=False).logits.float()
+        given = call(model, ids, torch.arange(5, device=model.device)[None]).float()
+    bound = 1e-3 * float(own.abs().max().nan_to_num())
+    if not torch.allclose(own, given, rtol=0.0, atol=bound, equal_nan=True):
+        raise CaptureError(
+            f"capture: {type(model).__name__} counts positions otherwise than 0, 1, 2, ... where it is given none: its "
+            "logits for five tokens differ from those with position_ids by "
+            f"{float((own - given).abs().max()):.3g}; positions that skip padding or start elsewhere are not served"
+        )
+
+
 def is_model(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 

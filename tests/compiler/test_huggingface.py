@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import LAYERS, SCALE, llama, tiny
+from models import LAYERS, SCALE, llama, tiny, with_margin
 from stages import assert_same_numbers, calls, captured
 from torch import nn
-from transformers import Llama4ForCausalLM, Llama4TextConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -194,3 +201,17 @@ def test_describes_a_model() -> None:
 def test_knows_its_models() -> None:
     assert is_model(tiny("llama"))
     assert not is_model(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_refuses_models_that_count_positions_otherwise(padding: int) -> None:
+    sizes = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "max_position_embeddings": 64, "is_decoder": True, "pad_token_id": padding,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = with_margin(RobertaForCausalLM(RobertaConfig(**sizes)))
+    with pytest.raises(
+        CaptureError, match=r"RobertaForCausalLM counts positions otherwise than 0, 1, 2, \.\.\. where"
+    ):
+        capture(model)
