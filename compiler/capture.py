@@ -145,11 +145,12 @@ def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lamb
             program = export(wrapped, (), kwargs=example, dynamic_shapes=shapes, strict=False)
             graph_module = _functional(program)
     except CaptureError as error:
-        raise CaptureError(f"{error}{_place(error, wrapped.model)}") from error
+        known = ".py:" in str(error)  # some say themselves where they are
+        raise CaptureError(str(error) if known else f"{error}{_place(error, wrapped.model)}") from error
     except Exception as error:
-        place, known = _place(error, wrapped.model), explain(error)
-        if known is not None:
-            raise CaptureError(f"{known}{place}") from error
+        place, meaning = _place(error, wrapped.model), explain(error)
+        if meaning is not None:
+            raise CaptureError(f"{meaning}{place}") from error
         raise CaptureError(
             f"capture: torch.export failed on {type(wrapped.model).__name__} ({type(error).__name__}: "
             f"{_first_line(error)}){place}; the model must run on one sequence of any length "
