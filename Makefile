@@ -40,7 +40,7 @@ demo: $(VENV)/.installed-demo ## compile SmolLM2-135M for cpu and b200 and gener
 
 test: lint ## lint, types, then every test that takes seconds
 	@echo "== pytest"
-	@$(BIN)/pytest -m "not slow" --durations=15 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/pytest -m "not slow" --durations=15 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@echo "== ruff"
