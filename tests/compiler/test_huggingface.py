@@ -163,7 +163,7 @@ def test_refusals_name_the_module_and_the_line(change: Callable[[dict[str, Any]]
 
 
 def test_chunks_of_tokens_are_refused_where_the_mask_is_made() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "attention_chunk_size": 4, "num_local_experts": 2, "pad_token_id": 0,
     }  # fmt: skip

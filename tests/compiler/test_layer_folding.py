@@ -16,7 +16,6 @@ from octavo.compiler.errors import PassError
 from octavo.compiler.layer_folding import Folded, fold, unfold
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.pipeline import PIPELINE, Lowered, lower
-from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 WITHOUT_PROOF = CompileOptions(verify="off")
