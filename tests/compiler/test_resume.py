@@ -76,7 +76,9 @@ def test_the_artifact_is_that_of_an_uninterrupted_compile(step: str, whole: tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES_AND_MIXTURES)
-def test_every_architecture_lowers_to_the_same_graph_and_weights_from_every_file(name: str, tmp_path: Path) -> None:
+def test_every_architecture_lowers_to_the_same_graph_and_weights_from_every_file(
+    name: str, tmp_path: Path
+) -> None:
     """Program and weights are made of these alone."""
     options = CompileOptions(verify="off")
     dumps = DumpWriter(tmp_path, facts={"target": "cpu", "model": {"name": name}})
