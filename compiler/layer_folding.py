@@ -83,14 +83,18 @@ class Folded:
 def fold(graph_module: GraphModule) -> Folded | None:
     """Leave out what is repeated, in a new graph. None: nothing is repeated often enough."""
     segments = _segments(graph_module.graph)
-    texts = [body_of(graph_module, segment).text for segment in segments]
+    singles = [body_of(graph_module, segment) for segment in segments]
+    texts = [single.text for single in singles]
     repeats: list[Repeat] = []
     dropped: set[Node] = set()
     stands_for: dict[Node, Node] = {}
     counts: dict[Node, int] = {}
     removed = 0
     for run in sorted(_runs(texts, 1, len(segments) - 1), key=lambda r: r.start):
-        bodies = [_joined(graph_module, segments, run, i) for i in range(run.count)]
+        if run.period == 1:
+            bodies = singles[run.start : run.start + run.count]
+        else:
+            bodies = [_joined(graph_module, segments, run, i) for i in range(run.count)]
         last = bodies[-1].nodes
         if not _is_chain(bodies, segments[run.start + run.period * run.count :]):
             continue
@@ -216,12 +220,11 @@ def _runs(texts: Sequence[str], start: int, end: int) -> list[Run]:
 
 def _is_chain(bodies: Sequence[Body], after: Sequence[list[Node]]) -> bool:
     """Whether each body takes the same values of the one before, and later nodes those of the last only."""
-    first_nodes = set(bodies[0].nodes)
     places = [_places(a, b) for a, b in itertools.pairwise(bodies)]
     inner = {n for body in bodies for n in body.nodes}
     if any(body.text != bodies[0].text for body in bodies) or any(p != places[0] for p in places):
         return False
-    if any(isinstance(p, Node) and (p in inner or p in first_nodes) for p in places[0]):
+    if any(isinstance(p, Node) and p in inner for p in places[0]):
         return False
     early = inner - set(bodies[-1].nodes)
     return not any(n in early for segment in after for node in segment for n in node.all_input_nodes)
@@ -323,14 +326,17 @@ class _Writer:
 
     def _weight(self, name: str, like: Node) -> Node:
         if name not in self.weights:
-            if not self._holds(self.root, name):
-                hold(self.root, name, self._tensor(name))
+            self._kept(name)
             self.weights[name] = self.graph.get_attr(name)
             self.weights[name].meta = dict(like.meta)
         return self.weights[name]
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        return held(self.short if self._holds(self.short, name) else self.folded.whole, name)
+    def _kept(self, name: str) -> torch.Tensor:
+        """The weight, from then on held by the whole graph too."""
+        if not self._holds(self.root, name):
+            source = self.short if self._holds(self.short, name) else self.folded.whole
+            hold(self.root, name, held(source, name))
+        return held(self.root, name)
 
     def _derive(self, name: str, named: Mapping[str, str]) -> str:
         """The name of another layer's weight: the model's own, or made of its weights as this one was."""
@@ -342,10 +348,7 @@ class _Writer:
             return name
         derived = _renamed(name, recipe.sources[0], sources[0])
         if not self._holds(self.root, derived):
-            for source in sources:
-                if not self._holds(self.root, source):
-                    hold(self.root, source, self._tensor(source))
-            hold(self.root, derived, recipe.make([held(self.root, s) for s in sources]))
+            hold(self.root, derived, recipe.make([self._kept(source) for source in sources]))
         return derived
 
     @staticmethod

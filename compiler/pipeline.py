@@ -142,17 +142,14 @@ def lower(
     short = result.graph_module
     start = time.perf_counter()
     result.graph_module = unfold(folded)
-    report = _comparison("unfold_layers", short, result.graph_module)
+    report = PassReport("unfold_layers", nodes_before=len(short.graph.nodes))
+    report.nodes_after = len(result.graph_module.graph.nodes)
     report.ms = (time.perf_counter() - start) * 1e3
     report.notes["layers"] = f"{len(all_attentions)}, of which the passes saw {len(kept)}"
     result.reports.append(report)
     check(result.graph_module, pipeline[-1].stage, after=report.name)
     result.num_layers = len(all_attentions)
     return result
-
-
-def _comparison(name: str, before: GraphModule, after: GraphModule) -> PassReport:
-    return PassReport(name, nodes_before=len(before.graph.nodes), nodes_after=len(after.graph.nodes))
 
 
 def lower_from(

@@ -8,6 +8,7 @@ from octavo.compiler.artifact import Artifact
 from octavo.compiler.capture import reference_logits
 from octavo.compiler.errors import PassError
 from octavo.compiler.fresh_inputs import Chunk, step_inputs
+from octavo.compiler.meta_model import has_values
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import ModelRunner
 
@@ -19,7 +20,7 @@ LENGTHS, FIRST = (9, 14, 5), (4, 13, 5)
 
 def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner) -> float:
     """The error, or PassError. Three prompts share two steps; the second step reads the first's pages."""
-    if any(p.is_meta for p in model.parameters()):
+    if not has_values(model):
         return 0.0
     longest = artifact.model.max_model_len
     prompts = [_prompt(i, min(n, longest), artifact.model.vocab_size) for i, n in enumerate(LENGTHS)]

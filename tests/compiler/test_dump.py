@@ -4,9 +4,8 @@ import textwrap
 
 import pytest
 import torch
-from lowered import LoweredGraph
+from lowered import LoweredGraph, traced_product
 from stages import FP32, before, logits, tokens
-from torch import fx
 
 from octavo.compiler.dump import print_graph, settle
 from octavo.compiler.errors import IllegalGraphError
@@ -23,20 +22,8 @@ def test_the_text_itself_runs() -> None:
     assert torch.equal(result[0], logits(graph_module, ids))
 
 
-def small() -> fx.GraphModule:
-    g = LoweredGraph()
-    x, rows = g.tokens("x", (8,), torch.bfloat16), g.input("logit_rows")
-    y = g.call(
-        "linear", g.call("gather_logits", x, rows), g.weight("head.weight", torch.ones(5, 8).bfloat16())
-    )
-    y.meta["nn_module_stack"] = {"k": ("head", torch.nn.Module)}
-    y.meta["stack_trace"] = '  File "/home/me/model.py", line 9, in forward\n    y = self.head(x)'
-    wide = g.function(torch.ops.aten._to_copy.default, y, dtype=FP32)
-    return g.finish(wide)
-
-
 def test_reads_like_this() -> None:
-    text = print_graph(small(), 'after x | "quoted" C:\\path')
+    text = print_graph(traced_product(), 'after x | "quoted" C:\\path')
     assert text.startswith('"""after x | "quoted" C:/path"""\n')
     assert text[text.index("WEIGHTS") :] == textwrap.dedent("""\
         WEIGHTS = {
@@ -91,13 +78,13 @@ def test_settling_gives_the_order_and_the_names_that_the_text_has() -> None:
 @pytest.mark.parametrize("text", ['"', '"""', "\n\nimport os", "\u2028x", "back\\slash", ""])
 def test_nothing_that_a_model_names_leaves_its_place_in_the_text(text: str) -> None:
     """Module paths, lines and weights may be called anything: the text stays the same program."""
-    graph_module = small()
+    graph_module = traced_product()
     linear = next(n for n in graph_module.graph.nodes if n.name == "linear_default")
     linear.meta["nn_module_stack"] = {"k": (f"a{text}b", torch.nn.Module)}
     linear.meta["stack_trace"] = f'  File "/m.py", line 9, in f\n    {text.strip()}'
     plain, odd = (
         [line for line in print_graph(gm, header).split("\n")[1:] if not line.startswith("    # ")]
-        for gm, header in ((small(), "h"), (graph_module, f"h{text}"))
+        for gm, header in ((traced_product(), "h"), (graph_module, f"h{text}"))
     )
     assert odd == plain
     scope: dict[str, object] = {}

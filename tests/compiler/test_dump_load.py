@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowered import LoweredGraph
+from lowered import LoweredGraph, traced_product
 from models import SPELLINGS, tiny
 from stages import FP32, SETTINGS, before, captured, logits, tokens
 from torch import fx
@@ -56,20 +56,8 @@ def strip(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("    # ")]
 
 
-def small() -> fx.GraphModule:
-    g = LoweredGraph()
-    x, rows = g.tokens("x", (8,), torch.bfloat16), g.input("logit_rows")
-    y = g.call(
-        "linear", g.call("gather_logits", x, rows), g.weight("head.weight", torch.ones(5, 8).bfloat16())
-    )
-    y.meta["nn_module_stack"] = {"k": ("head", torch.nn.Module)}
-    y.meta["stack_trace"] = '  File "/home/me/model.py", line 9, in forward\n    y = self.head(x)'
-    wide = g.function(torch.ops.aten._to_copy.default, y, dtype=FP32)
-    return g.finish(wide)
-
-
 def test_without_weights_they_are_on_the_meta_device() -> None:
-    loaded = load_graph(print_graph(small()))
+    loaded = load_graph(print_graph(traced_product()))
     assert {(name, b.device.type, b.dtype) for name, b in loaded.named_buffers()} == {
         ("head.weight", "meta", torch.bfloat16)
     }
@@ -79,7 +67,7 @@ def test_weights_must_be_those_of_the_text() -> None:
     with pytest.raises(
         IllegalGraphError, match=r"weight head.weight is torch.float32 \[5, 8\], the text says bf16"
     ):
-        load_graph(print_graph(small()), {"head.weight": torch.ones(5, 8)})
+        load_graph(print_graph(traced_product()), {"head.weight": torch.ones(5, 8)})
 
 
 def body(statement: str, weights: str = "{}", argument: str = 'x: "f32[1, T, 4]"') -> str:

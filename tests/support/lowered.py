@@ -77,3 +77,16 @@ class LoweredGraph:
     def finish(self, *results: fx.Node) -> fx.GraphModule:
         self.graph.output(results)
         return fx.GraphModule(self.module, self.graph)
+
+
+def traced_product() -> fx.GraphModule:
+    """Rows gathered, one product with an origin in the user's code, and a conversion."""
+    g = LoweredGraph()
+    x, rows = g.tokens("x", (8,), torch.bfloat16), g.input("logit_rows")
+    y = g.call(
+        "linear", g.call("gather_logits", x, rows), g.weight("head.weight", torch.ones(5, 8).bfloat16())
+    )
+    y.meta["nn_module_stack"] = {"k": ("head", torch.nn.Module)}
+    y.meta["stack_trace"] = '  File "/home/me/model.py", line 9, in forward\n    y = self.head(x)'
+    wide = g.function(torch.ops.aten._to_copy.default, y, dtype=torch.float32)
+    return g.finish(wide)
