@@ -152,6 +152,7 @@ def prefill_spec(attention: Attention) -> KernelSpec:
         f" + T * {heads.num_heads * (heads.head_dim + heads.value_dim) * item}",
         flops=f"T * S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}",
         label=attention.label,
+        features=("mma_16bit",) if attention.dtype == "bf16" else (),
     )
     first, *others = (prefill_form(spec, *form) for form in prefill_forms(attention))
     return replace(first, alternatives=tuple(others))

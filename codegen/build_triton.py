@@ -27,7 +27,9 @@ Progress = Callable[[str, int, int], None]
 RECORD_VERSION = 1
 NUM_WORKERS = 2
 TIMEOUT_S = 300.0
-_SCALAR_TYPES = {"i32": "i32", "i64": "i64", "fp32": "fp32"}
+_SCALAR_TYPES = ("i32", "i64", "fp32")
+# Triton's names of element types, where they are others than ours.
+_TRITON_TYPES = {"fp8": "fp8e4nv"}
 
 
 def build_kernels(
@@ -157,13 +159,14 @@ def constexprs(spec: KernelSpec) -> dict[str, Param]:
 
 
 def _type(arg: Arg) -> str:
+    dtype = _TRITON_TYPES.get(arg.dtype, arg.dtype)
     match arg.kind:
         case "pointer":
-            return f"*{arg.dtype}"
+            return f"*{dtype}"
         case "scalar" if arg.dtype in _SCALAR_TYPES:
-            return _SCALAR_TYPES[arg.dtype]
+            return dtype
         case "descriptor" if arg.block:
-            return f"tensordesc<{arg.dtype}{list(arg.block)}>"
+            return f"tensordesc<{dtype}{list(arg.block)}>"
     raise CodegenError(f"build: expected a pointer, a scalar or a descriptor with a block, got {arg}")
 
 

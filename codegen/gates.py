@@ -1,21 +1,24 @@
 """Limits that a built GPU kernel must keep: a compile that succeeds is not yet a kernel that runs."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.target import Target
 
-# Opcodes without which a kernel is not what its row promises, on targets with tensor memory (sm_100, sm_103).
-_TENSOR_CORE = "UTCHMMA"
-_REQUIRED = {
-    "triton/linear.py.jinja": (_TENSOR_CORE, "UTMALDG", "UTMASTG"),
-    "triton/linear_few_rows.py.jinja": ("UTMALDG",),
-    "triton/paged_attention_prefill.py.jinja": (_TENSOR_CORE,),
+# What a spec may promise -> opcodes of which the machine code must hold one, as patterns, from that arch on.
+# Consumer Blackwell (sm_120) has no tensor memory: its tensor core is that of a warp.
+_BLACKWELL = (100, 103)
+FEATURES: dict[str, dict[tuple[int, ...], str]] = {
+    "tma_load": {(90, 100, 103, 120): r"UTMALDG"},
+    "tma_store": {(90, 100, 103, 120): r"UTMASTG"},
+    "mma_16bit": {(90,): r"HGMMA", _BLACKWELL: r"UTCHMMA", (120,): r"HMMA"},
+    "mma_fp8": {(90,): r"QGMMA", _BLACKWELL: r"UTCQMMA", (120,): r"QMMA"},
+    "mma_nvfp4": {_BLACKWELL: r"UTCOMMA\S*\.4X", (120,): r"OMMA\S*\.4X"},
+    "scales_by_copy": {_BLACKWELL: r"UTCCP"},
+    "fp4_convert": {(100, 103, 120): r"F2FP\S*E2M1"},
 }
-# The same of kernels whose tiles have so many rows: shorter ones do without.
-_TALL = 128
-_REQUIRED_IF_TALL = {"triton/moe_linear.py.jinja": (_TENSOR_CORE,)}
 _WRITES = ("STG", "UTMASTG", "RED", "ATOMG", "REDG")
 
 
@@ -43,20 +46,24 @@ def violations(spec: KernelSpec, target: Target, record: Mapping[str, Any]) -> l
     ]
     if not any(opcode in opcodes for opcode in _WRITES):
         found.append(f"body: expected stores, got none in {sum(opcodes.values())} instructions (a trap)")
-    missing = [opcode for opcode in required_opcodes(spec, target) if opcode not in opcodes]
+    missing = [
+        f"{name} ({pattern})"
+        for name, pattern in required_opcodes(spec, target).items()
+        if not any(re.match(pattern, opcode) for opcode in evidence["census"])
+    ]
     if missing:
         found.append(f"instructions: expected {', '.join(missing)}, got {', '.join(sorted(opcodes))}")
     return found
 
 
-def required_opcodes(spec: KernelSpec, target: Target) -> tuple[str, ...]:
-    """Opcodes that the machine code must hold; none for fp32 kernels, which have no tensor-core path."""
-    params = dict(spec.params)
-    if not target.tmem_columns or params.get("dtype") != "bf16":
-        return ()
-    if params.get("BLOCK_M") == _TALL and spec.template in _REQUIRED_IF_TALL:
-        return _REQUIRED_IF_TALL[spec.template]
-    return _REQUIRED.get(spec.template, ())
+def required_opcodes(spec: KernelSpec, target: Target) -> dict[str, str]:
+    """Pattern of the opcode of every feature that the spec promises and the target's arch has."""
+    return {
+        name: pattern
+        for name in spec.features
+        for archs, pattern in FEATURES[name].items()
+        if target.arch in archs
+    }
 
 
 def base_opcodes(census: Mapping[str, int]) -> dict[str, int]:

@@ -14,7 +14,7 @@ class Arg:
 
     kind   "pointer" (dtype is the element's), "scalar" (dtype is the value's), or "descriptor": a tensor map for
            TMA over a row-major tensor of `shape`, moved in tiles of `block`
-    dtype  "fp32", "bf16", "i32", "i64"
+    dtype  "fp32", "fp16", "bf16", "fp8" (E4M3), "u8" (two E2M1 codes, the first in the low nibble), "i32", "i64"
     value  scalar only: a number or an expression in the step's dims
     shape  descriptor only: ints or expressions in the step's dims
     """
@@ -39,6 +39,8 @@ class KernelSpec:
     also          the node's further launches, in order, each under its own `when`
     scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
     alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
+    features      what the machine code must show, names of gates.FEATURES: "tma_load", "mma_nvfp4"
+    iterations    turns of the innermost loop of all programs together, an expression in the dims; "" without a loop
     """
 
     op: str
@@ -55,6 +57,8 @@ class KernelSpec:
     also: tuple["KernelSpec", ...] = ()
     scratch: tuple[tuple[str, str, tuple[int | str, ...]], ...] = ()
     alternatives: tuple["KernelSpec", ...] = ()
+    features: tuple[str, ...] = ()
+    iterations: str = ""
 
     @property
     def launches(self) -> tuple["KernelSpec", ...]:

@@ -85,6 +85,7 @@ def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
         grid=(str(ceil_div(product.n, block_n)), "1", "1"),
         num_warps=4,
         num_stages=6,
+        features=("tma_load",),
     )
     return with_stages(spec, 4, 3)
 
@@ -105,7 +106,13 @@ def many_rows_spec(product: Product, target: Target) -> KernelSpec:
         number("num_rows", product.rows),
     )
     base = product.kernel("linear", numbers, args)
-    spec = replace(base, grid=(str(programs), "1", "1"), num_warps=4 if is_specialised else 8, num_stages=4)
+    spec = replace(
+        base,
+        grid=(str(programs), "1", "1"),
+        num_warps=4 if is_specialised else 8,
+        num_stages=4,
+        features=("tma_load", "tma_store", "mma_16bit"),
+    )
     plain = replace(with_param(spec, "warp_specialize", False), num_warps=8, num_stages=3)
     if not is_specialised:
         return replace(plain, alternatives=(replace(plain, num_stages=2),))

@@ -16,6 +16,8 @@ from octavo.compiler.target import Target
 MAX_EXPERTS = 4096
 # Pairs of a token and an expert for each expert, on average, from which on tiles are tall.
 MANY_PAIRS = 32
+# Rows from which on a tile is for the large tensor core.
+TALL_TILE = 128
 
 
 def router_spec(router: Router) -> KernelSpec:
@@ -123,6 +125,8 @@ def product_spec(
         num_warps=warps,
         num_stages=stages,
         label=f"{weight}_{dtype}_e{mixture.experts}_n{n}_k{k}_m{block_m}",
+        # shorter tiles do without the large tensor core
+        features=("tma_load",) * is_tma + ("mma_16bit",) * (dtype == "bf16" and block_m == TALL_TILE),
     )
     fewer_stages = with_stages(spec, *range(stages - 1, 0, -1)).alternatives
     if is_tma:

@@ -11,7 +11,9 @@ from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.target import load_target
 
 B200 = load_target("b200")
-LINEAR = KernelSpec("linear", "triton/linear.py.jinja", (("dtype", "bf16"),), ())
+LINEAR = KernelSpec(
+    "linear", "triton/linear.py.jinja", (), (), features=("tma_load", "tma_store", "mma_16bit")
+)
 GOOD: dict[str, Any] = {
     "launch": {"num_warps": 8, "tmem_columns": 512, "shared_bytes": 232448, "global_scratch": [0, 1]},
     "evidence": {
@@ -56,20 +58,27 @@ def test_a_body_that_is_a_trap_is_seen() -> None:
     assert found[0] == "body: expected stores, got none in 2 instructions (a trap)"
 
 
-def test_required_opcodes_depend_on_dtype_and_target() -> None:
+def test_a_promised_feature_that_is_not_there_is_named_with_what_is() -> None:
     assert broken("evidence", census={"HMMA.16816.F32.BF16": 8, "STG.E": 1, "UTMALDG": 1, "UTMASTG": 1}) == [
-        "instructions: expected UTCHMMA, got HMMA, STG, UTMALDG, UTMASTG"
+        "instructions: expected mma_16bit (UTCHMMA), got HMMA, STG, UTMALDG, UTMASTG"
     ]
-    fp32 = KernelSpec("linear", "triton/linear.py.jinja", (("dtype", "fp32"),), ())
-    assert required_opcodes(fp32, B200) == ()
-    assert required_opcodes(LINEAR, load_target("cpu")) == ()
 
 
-def test_only_tall_tiles_of_experts_need_the_tensor_core() -> None:
-    params = (("dtype", "bf16"), ("BLOCK_M", 128))
-    tall = KernelSpec("moe", "triton/moe_linear.py.jinja", params, ())
-    assert required_opcodes(tall, B200) == ("UTCHMMA",)
-    assert required_opcodes(replace(tall, params=(("dtype", "bf16"), ("BLOCK_M", 16))), B200) == ()
+def test_required_opcodes_depend_on_the_arch() -> None:
+    assert required_opcodes(LINEAR, B200)["mma_16bit"] == "UTCHMMA"
+    assert required_opcodes(LINEAR, replace(B200, arch=90))["mma_16bit"] == "HGMMA"
+    assert required_opcodes(LINEAR, load_target("cpu")) == {}
+    assert required_opcodes(replace(LINEAR, features=()), B200) == {}
+
+
+def test_block_scaled_products_are_told_from_others_by_their_modifiers() -> None:
+    scaled = replace(LINEAR, features=("mma_nvfp4",))
+    record = deepcopy(GOOD)
+    assert "expected mma_nvfp4" in violations(scaled, B200, record)[0]
+    record["evidence"]["census"]["UTCOMMA"] = 4
+    assert "expected mma_nvfp4" in violations(scaled, B200, record)[0]
+    record["evidence"]["census"]["UTCOMMA.4X"] = 4
+    assert violations(scaled, B200, record) == []
 
 
 def test_modifiers_do_not_split_counts() -> None:

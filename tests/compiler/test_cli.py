@@ -80,8 +80,8 @@ def test_wrong_usage(arguments: tuple[str, ...], run: Run) -> None:
     [
         (("compile", "nix"), "OptionError: model: expected 'demo'"),
         (
-            ("compile", "nix", "--target", "b300"),
-            "OptionError: target: expected one of b200, cpu, got 'b300'",
+            ("compile", "nix", "--target", "b400"),
+            "OptionError: target: expected one of b200, b300, cpu, h100, h200, rtx_5090, rtx_pro_6000, got 'b400'",
         ),
         (("compile", TINY, "--page-size", "3"), "OptionError: page_size: expected a power of two, got 3"),
         (("compile", TINY, "--max-model-len", "9999"), "OptionError: max_model_len"),

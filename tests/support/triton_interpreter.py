@@ -1,12 +1,14 @@
 """Runs rendered Triton kernels on CPU tensors. Import it only in a process started with TRITON_INTERPRET=1.
 
-The interpreter that Triton ships is no oracle: it computes on the raw bits of bf16, truncates casts to bf16,
-and reads outside of tensors. What `install` replaces: values are kept in ml_dtypes arrays, so that numpy
-rounds as the hardware does, and every lane of every access must lie within a tensor of the launch.
+The interpreter that Triton ships is no oracle: it computes on the raw bits of bf16 and fp8, truncates casts,
+has no block-scaled product and reads outside of tensors. What `install` replaces: values are kept in ml_dtypes
+arrays, so that numpy rounds as the hardware does, and every lane of every access must lie within a tensor of the
+launch. Inline assembly runs a model that is written here for its instruction.
 """
 
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import ml_dtypes
 import numpy as np
 import torch
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
+from triton.language.semantic import TritonSemantic
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.codegen.build_triton import constexprs
@@ -23,11 +27,22 @@ from octavo.codegen.kernel import Arg, KernelSpec
 from octavo.codegen.render import render
 from octavo.compiler.expression import evaluate, holds
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
 Array = np.ndarray[Any, Any]
-SCRATCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3_MAX = 448.0
+NATIVE = {tl.bfloat16: BF16, tl.float8e4nv: E4M3}
+IN_MEMORY = {BF16: np.dtype(np.uint16), E4M3: np.dtype(np.uint8)}
+E2M1 = np.array(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32
+)
+SCRATCH = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn,
+    "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64,
+}  # fmt: skip
 _original_np_dtype = interpreter._get_np_dtype
 _original_patch_tensor = interpreter._patch_lang_tensor
+_original_dot_scaled = TritonSemantic.dot_scaled
 # (first byte, last byte + 1) of each tensor of the running launch
 _allowed: list[tuple[int, int]] = []
 
@@ -41,7 +56,17 @@ def install() -> None:
     builder.create_masked_store = masked_store
     builder.cast_impl = cast
     builder.create_fp_to_fp = cast
+    builder.create_bitcast = bitcast
     builder.create_dot = dot
+    builder.create_dot_scaled = dot_scaled
+    builder.create_inline_asm = inline_asm
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+    semantic: Any = TritonSemantic
+    if semantic.dot_scaled is _original_dot_scaled:
+        semantic.dot_scaled = semantic_dot_scaled
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        if hasattr(cuda, name):
+            setattr(cuda, name, lambda *a, **k: None)
 
 
 def launch(
@@ -59,11 +84,18 @@ def launch(
         if not holds(kernel.when, dims):
             continue
         for name, dtype, shape in kernel.scratch:
-            fill = float("nan") if dtype in ("fp32", "bf16") else -(2**30)
-            held[name] = torch.full([evaluate(size, dims) for size in shape], fill, dtype=SCRATCH[dtype])
+            held[name] = poisoned([evaluate(size, dims) for size in shape], dtype)
         _run(kernel, held, dims, folder)
         ran.append(kernel.template)
     return ran
+
+
+def poisoned(shape: list[int], dtype: str) -> Tensor:
+    """Nan, or a number of nothing: what memory may hold before a kernel writes it."""
+    if dtype in ("fp8", "u8"):
+        return torch.full(shape, 0xFF, dtype=torch.uint8).view(SCRATCH[dtype])
+    fill = float("nan") if SCRATCH[dtype].is_floating_point else -(2**30)
+    return torch.full(shape, fill, dtype=SCRATCH[dtype])
 
 
 def _run(spec: KernelSpec, tensors: Mapping[str, Tensor], dims: Mapping[str, int], folder: Path) -> None:
@@ -96,7 +128,9 @@ def _value(arg: Arg, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> 
 
 def np_dtype(dtype: Any) -> Any:
     element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-    return BF16 if element == tl.bfloat16 else _original_np_dtype(dtype)
+    if isinstance(element, tl.pointer_type):
+        return _original_np_dtype(dtype)
+    return NATIVE.get(element) or _original_np_dtype(dtype)
 
 
 def patch_tensor(tensor: Any, scope: Any = None, *rest: Any) -> None:
@@ -129,7 +163,18 @@ def masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *hints: Any
 
 
 def cast(builder: Any, source: Any, dtype: Any, *rounding: Any) -> Any:
-    return interpreter.TensorHandle(source.data.astype(np_dtype(dtype)), dtype.scalar)
+    """To nearest, ties to even; fp8 saturates, as cvt.satfinite does."""
+    wanted, data = np_dtype(dtype), source.data
+    if wanted == E4M3 and data.dtype != E4M3:
+        wide = data.astype(np.float32)
+        data = np.where(np.isnan(wide), wide, np.clip(wide, -E4M3_MAX, E4M3_MAX))
+    elif data.dtype in IN_MEMORY and wanted not in (BF16, np.dtype(np.float32), np.dtype(np.float64)):
+        data = data.astype(np.float32)
+    return interpreter.TensorHandle(data.astype(wanted), dtype.scalar)
+
+
+def bitcast(builder: Any, source: Any, dtype: Any) -> Any:
+    return interpreter.TensorHandle(np.ascontiguousarray(source.data).view(np_dtype(dtype)), dtype.scalar)
 
 
 def dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
@@ -139,9 +184,112 @@ def dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
 
+def semantic_dot_scaled(
+    self: Any, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any,
+    *rest: Any, **named: Any,
+) -> Any:  # fmt: skip
+    """Formats are compile-time strings when compiled and plain ones here."""
+    formats = [_Format(name) if isinstance(name, str) else name for name in (lhs_format, rhs_format)]
+    return _original_dot_scaled(self, lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *rest, **named)
+
+
+class _Format(str):
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+def dot_scaled(
+    builder: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, fast_math: Any,
+    a_packed: Any, b_packed: Any, accumulator: Any,
+) -> Any:  # fmt: skip
+    """Exact products of E2M1 codes and E4M3 scales, summed in fp32."""
+    kinds = interpreter._ir.ScaleDotElemTypeTY
+    assert a_format == b_format == kinds.E2M1 and a_packed and b_packed, "only NVFP4 is modelled"
+    left = _decoded(a.data) * np.repeat(_scales(a_scale), 16, axis=-1)
+    right = _decoded(b.data.T) * np.repeat(_scales(b_scale), 16, axis=-1)
+    return interpreter.TensorHandle((left @ right.T + accumulator.data).astype(np.float32), tl.float32)
+
+
+def _scales(scale: Any) -> Array:
+    data = scale.data
+    values: Array = (data if data.dtype == E4M3 else data.view(E4M3)).astype(np.float32)
+    return values
+
+
+def _decoded(packed: Array) -> Array:
+    """(rows, K / 2) bytes -> (rows, K) values."""
+    raw = packed.astype(np.uint8)
+    values: Array = E2M1[np.stack([raw & 15, raw >> 4], -1).reshape(raw.shape[0], -1)]
+    return values
+
+
+def e2m1_codes(x: Array) -> Array:
+    """cvt.rn.satfinite.e2m1x2.f32 of one operand: nan is 6, the sign of zero stays."""
+    clipped = np.clip(np.where(np.isnan(x), np.float32(6), x), np.float32(-6), np.float32(6))
+    return clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+
+
+def fp16_pairs(codes: Array) -> Array:
+    """cvt.rn.f16x2.e2m1x2: the low nibble's value in the low half."""
+    halves = E2M1.astype(np.float16).view(np.uint16).astype(np.uint32)
+    pairs: Array = halves[codes & 15] | (halves[codes >> 4] << 16)
+    return pairs
+
+
+ASSEMBLY: dict[str, Callable[..., Array]] = {
+    r"cvt\.rn\.satfinite\.e2m1x2\.f32": lambda low, high: e2m1_codes(low) | (e2m1_codes(high) << 4),
+    r"cvt\.rn\.f16x2\.e2m1x2": fp16_pairs,
+}
+
+
+def inline_asm(
+    builder: Any, text: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int
+) -> Any:
+    for pattern, model in ASSEMBLY.items():
+        if re.search(pattern, text):
+            result = model(*[value.data for value in values])
+            return _Results([interpreter.TensorHandle(result.astype(np_dtype(types[0])), types[0].scalar)])
+    raise NotImplementedError(f"no model of the assembly {' '.join(text.split())[:80]}")
+
+
+class _Results:
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
+
+
+def generic_reduce(self: Any, operands: Any) -> Any:
+    """A reduction with its own combine function, all other axes at once."""
+    given = self.axis
+    operands, axis = self.unravel(operands, given)
+    columns = [np.moveaxis(x.handle.data, axis, 0) for x in operands]
+
+    def tensors(index: int) -> tuple[Any, ...]:
+        parts = (column[index] for column in columns)
+        return tuple(
+            self.to_tensor(np.ascontiguousarray(p) if p.ndim else p.item(), x.dtype)
+            for p, x in zip(parts, operands, strict=True)
+        )
+
+    total = tensors(0)
+    for index in range(1, columns[0].shape[0]):
+        combined = self.combine_fn.fn(*total, *tensors(index))
+        total = combined if isinstance(combined, tuple) else (combined,)
+    results = []
+    for part, x in zip(total, operands, strict=True):
+        data = part.handle.data.reshape(columns[0].shape[1:])
+        if self.keep_dims:
+            data = data.reshape((1,) * len(x.shape)) if given is None else np.expand_dims(data, axis)
+        results.append(self.to_tensor(data if data.ndim else data.item(), x.dtype))
+    return results
+
+
 def _in_memory(dtype: Any) -> Any:
     """The type that the interpreter's memory routines know for the same bits."""
-    return np.dtype(np.uint16) if dtype == BF16 else dtype
+    return IN_MEMORY.get(dtype, dtype)
 
 
 def _whole(array: Any, shape: tuple[int, ...], dtype: Any) -> Array:
