@@ -119,7 +119,7 @@ def test_a_kernel_that_needs_too_much_tensor_memory_is_refused() -> None:
 def test_a_large_product_that_misses_the_tensor_core_is_refused() -> None:
     spec = numbers(many_rows_spec(PRODUCT, B200), BLOCK_M=32, warp_specialize=False)
     args = tuple(replace(arg, block=(32, 64)) if arg.name in ("x", "out") else arg for arg in spec.args)
-    with pytest.raises(CodegenError, match=r"instructions: expected UTCHMMA, got .*HMMA"):
+    with pytest.raises(CodegenError, match=r"instructions: expected mma_16bit \(UTCHMMA\), got .*HMMA"):
         build(replace(spec, args=args))
 
 
