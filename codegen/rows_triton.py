@@ -31,7 +31,8 @@ from octavo.codegen.specs_triton import (
     rope_spec,
 )
 from octavo.compiler.dims import dtype_name
-from octavo.compiler.pointwise import NAMES, kind
+from octavo.compiler.ops.pointwise import kind
+from octavo.compiler.pointwise import NAMES
 from octavo.compiler.target import Target
 
 # The widest row that a program holds at once: 32 elements a thread of 16 warps.

@@ -8,11 +8,10 @@ import torch
 from torch import fx
 
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.program import ITEM_BYTES as ITEM_BYTES
 from octavo.compiler.program import STEP_INPUTS, Dim
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-# fp8 is E4M3; u8 holds two E2M1 codes, the first in the low nibble.
-ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "u8": 1, "i32": 4, "i64": 8}
 CACHE_NAME = re.compile(r"[kv]_cache_\d+")
 
 

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic as text: `silu(a) * b`. One grammar, evaluated in torch and written as kernel code.
+"""Elementwise arithmetic as text: `silu(a) * b`. One grammar, evaluated by ops/pointwise and written as kernel code.
 
 Names a, b, c, d; finite numbers; + - * /; unary minus; calls of FUNCTIONS of what reads a name. Parsed, never
 executed as Python.
@@ -7,20 +7,13 @@ executed as Python.
 import ast
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from octavo.compiler.errors import IllegalGraphError
 
 NAMES = ("a", "b", "c", "d")
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": torch.exp, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "rsqrt": torch.rsqrt, "sqrt": torch.sqrt,
-    "silu": torch.nn.functional.silu, "relu": torch.relu, "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-}  # fmt: skip
+FUNCTIONS = ("exp", "tanh", "sigmoid", "rsqrt", "sqrt", "silu", "relu", "gelu", "gelu_tanh")
 OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", lambda x, y: x + y), ast.Sub: ("-", lambda x, y: x - y), ast.Mult: ("*", lambda x, y: x * y),
     ast.Div: ("/", lambda x, y: x / y),
@@ -67,27 +60,6 @@ def _check(tree: ast.expr, depth: int = 1) -> bool:
     raise ValueError(f"{ast.unparse(tree)[:60]!r} is not in the grammar")
 
 
-def evaluate(expression: str, values: Mapping[str, Tensor]) -> Tensor:
-    """The value, computed in the dtype of `values`."""
-    result: Tensor = _evaluate(parse(expression), values)
-    return result
-
-
-def _evaluate(tree: ast.expr, values: Mapping[str, Tensor]) -> Any:
-    match tree:
-        case ast.Name(id=name):
-            return values[name]
-        case ast.Constant(value=value):
-            return value
-        case ast.BinOp(left=left, op=op, right=right):
-            return OPERATORS[type(op)][1](_evaluate(left, values), _evaluate(right, values))
-        case ast.UnaryOp(operand=operand):
-            return -_evaluate(operand, values)
-        case ast.Call(func=ast.Name(id=name), args=[argument]):
-            return FUNCTIONS[name](_evaluate(argument, values))
-    raise AssertionError(f"{ast.dump(tree)} passed the check")
-
-
 def write(expression: str, number: Callable[[float], str], call: Callable[[str, str], str]) -> str:
     """The expression in another language: number(value) writes a literal, call(function, argument) a call."""
 
@@ -106,13 +78,6 @@ def write(expression: str, number: Callable[[float], str], call: Callable[[str, 
         raise AssertionError(f"{ast.dump(tree)} passed the check")
 
     return text(parse(expression))
-
-
-def kind(operand: Tensor, a: Tensor) -> str:
-    """ "rows" (..., N) like a, "vector" (N,) that all rows share, or "column" (..., 1), one value for each row."""
-    if operand.dim() < a.dim():
-        return "vector"
-    return "rows" if operand.shape[-1] == a.shape[-1] else "column"
 
 
 def operations(expression: str) -> int:

@@ -6,6 +6,9 @@ from typing import Literal
 Dim = int | str
 BufferKind = Literal["input", "weight", "cache", "workspace", "output"]
 
+# fp8 is E4M3; u8 holds two E2M1 codes, the first in the low nibble.
+ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "u8": 1, "i32": 4, "i64": 8}
+
 # The symbolic sizes of a step. T tokens, R requests, L rows whose logits are wanted, P page-table columns;
 # num_pages is chosen when the pool is made.
 DIMS = ("T", "R", "L", "P", "num_pages")

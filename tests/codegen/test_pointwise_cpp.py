@@ -12,7 +12,8 @@ from torch import Tensor
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.errors import CodegenError
-from octavo.compiler.pointwise import FUNCTIONS, evaluate
+from octavo.compiler.ops.pointwise import evaluate
+from octavo.compiler.pointwise import FUNCTIONS
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (FP32, BF16)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.compiler.errors import IllegalGraphError
-from octavo.compiler.ops.pointwise import pointwise
-from octavo.compiler.pointwise import FUNCTIONS, MAX_DEPTH, MAX_LENGTH, evaluate, operations, parse, write
+from octavo.compiler.ops.pointwise import evaluate, pointwise
+from octavo.compiler.pointwise import FUNCTIONS, MAX_DEPTH, MAX_LENGTH, operations, parse, write
 
 A, B, C, D = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
 

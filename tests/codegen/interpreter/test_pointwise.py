@@ -8,7 +8,8 @@ import torch
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.specs_triton import layer_norm_spec, pointwise_spec
 from octavo.compiler.ops.norm import layer_norm
-from octavo.compiler.pointwise import FUNCTIONS, evaluate
+from octavo.compiler.ops.pointwise import evaluate
+from octavo.compiler.pointwise import FUNCTIONS
 
 Launch = Callable[[KernelSpec, dict[str, torch.Tensor], dict[str, int]], list[str]]
 Check = Callable[..., None]
