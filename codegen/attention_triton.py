@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_param, with_stages
 from octavo.codegen.specs_triton import Heads, in_order, number, pointer, power_of_2
-from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 MAX_SPLITS = 32

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, tiles
-from octavo.compiler.dims import ITEM_BYTES
-from octavo.compiler.program import Dim
+from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 # A step of at most this many rows gets a kernel made for it; above the last, the persistent one.
@@ -68,11 +67,18 @@ def linear_tma_spec(product: Product, target: Target) -> KernelSpec:
 
 
 def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
-    """A stream of the weights in tiles as tall as still gives every multiprocessor one."""
+    """A stream of the weights. First tiles as tall as still gives every multiprocessor one, then others."""
     enough = target.sm_count or 1
-    block_n = next((size for size in (128, 64) if ceil_div(product.n, size) >= enough), 32)
+    tallest = next((size for size in (128, 64) if ceil_div(product.n, size) >= enough), 32)
+    others = [size for size in (128, 64, 32) if size != tallest]
+    first, *candidates = (few_rows_form(product, block_m, block_n) for block_n in (tallest, *others))
+    return replace(first, candidates=tuple(candidates))
+
+
+def few_rows_form(product: Product, block_m: int, block_n: int) -> KernelSpec:
     block_k = 64 if block_n == 128 else 128
     numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 6}
+    programs = ceil_div(product.n, block_n)
     args = (
         tiles("x", "bf16", (product.rows, product.k), (block_m, block_k)),
         tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
@@ -82,7 +88,8 @@ def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
     )
     spec = replace(
         product.kernel("linear_few_rows", numbers, args),
-        grid=(str(ceil_div(product.n, block_n)), "1", "1"),
+        grid=(str(programs), "1", "1"),
+        iterations=str(programs * ceil_div(product.k, block_k)),
         num_warps=4,
         num_stages=6,
         features=("tma_load",),
@@ -91,9 +98,21 @@ def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
 
 
 def many_rows_spec(product: Product, target: Target) -> KernelSpec:
-    """The persistent kernel, warp-specialised where the tensor core reads its operands from shared memory."""
-    is_specialised = bool(target.tmem_columns)
-    block_m, block_n, block_k = 128, 128, 64
+    """The persistent kernel, warp-specialised where the tensor core reads its operands from shared memory.
+
+    Wider tiles load half as much for each operation, but there are fewer of them to share out.
+    """
+    if not target.tmem_columns:
+        plain = many_rows_form(product, target, 128, is_specialised=False)
+        return replace(plain, alternatives=(replace(plain, num_stages=2),))
+    narrow, wide = (many_rows_form(product, target, block_n, is_specialised=True) for block_n in (128, 256))
+    plain = many_rows_form(product, target, 128, is_specialised=False)
+    narrow = replace(narrow, alternatives=(replace(narrow, num_stages=3), plain))
+    return replace(narrow, candidates=(replace(wide, num_stages=3),))
+
+
+def many_rows_form(product: Product, target: Target, block_n: int, is_specialised: bool) -> KernelSpec:
+    block_m, block_k = 128, 64
     programs = target.sm_count or 1
     numbers = {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "NUM_PROGRAMS": programs,
@@ -105,19 +124,17 @@ def many_rows_spec(product: Product, target: Target) -> KernelSpec:
         tiles("out", product.out_dtype, (product.rows, product.n), (block_m, block_n // 2)),
         number("num_rows", product.rows),
     )
-    base = product.kernel("linear", numbers, args)
+    pieces = f"({product.rows} + {block_m - 1}) // {block_m} * {ceil_div(product.n, block_n)}"
     spec = replace(
-        base,
+        product.kernel("linear", numbers, args),
         grid=(str(programs), "1", "1"),
+        tiles=pieces,
+        iterations=f"{pieces} * {ceil_div(product.k, block_k)}",
         num_warps=4 if is_specialised else 8,
-        num_stages=4,
+        num_stages=4 if is_specialised else 3,
         features=("tma_load", "tma_store", "mma_16bit"),
     )
-    plain = replace(with_param(spec, "warp_specialize", False), num_warps=8, num_stages=3)
-    if not is_specialised:
-        return replace(plain, alternatives=(replace(plain, num_stages=2),))
-    specialised = with_param(spec, "warp_specialize", True)
-    return replace(specialised, alternatives=(replace(specialised, num_stages=3), plain))
+    return with_param(spec, "warp_specialize", is_specialised)
 
 
 def linear_pointer_spec(product: Product) -> KernelSpec:

@@ -1,11 +1,8 @@
-"""What both families read off the nodes of latent attention: sizes, dtypes and costs."""
+"""Latent attention as both families see it: sizes, dtypes and costs."""
 
 from dataclasses import dataclass
 
-from torch import fx
-
-from octavo.codegen.row import arguments, static_size, tensor
-from octavo.compiler.dims import ITEM_BYTES, dtype_name
+from octavo.compiler.program import ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -43,21 +40,6 @@ class Latents:
         return 2 * self.heads * (self.width + self.rank)
 
 
-def read_latents(node: fx.Node) -> Latents:
-    given = arguments(node)
-    return Latents(
-        heads=static_size(node, "q_latent", 2),
-        rank=static_size(node, "q_latent", 3),
-        rope_dim=static_size(node, "q_rope", 3),
-        page_size=static_size(node, "cache", 2),
-        dtype=dtype_name(tensor(node, "q_latent")),
-        cache_dtype=dtype_name(tensor(node, "cache")),
-        scale=float(given["scale"]),
-        window=int(given["window"]),
-        softcap=float(given["softcap"]),
-    )
-
-
 @dataclass(frozen=True)
 class HeadProduct:
     """One head_linear: (tokens, heads, k) by (heads, n, k)."""
@@ -79,8 +61,3 @@ class HeadProduct:
     @property
     def flops(self) -> str:
         return f"T * {2 * self.heads * self.n * self.k}"
-
-
-def read_head_product(node: fx.Node) -> HeadProduct:
-    heads, n, k = (static_size(node, "weight", axis) for axis in range(3))
-    return HeadProduct(heads, n, k, dtype_name(tensor(node, "x")))

@@ -1,17 +1,14 @@
-"""Selection rows and kernels of the Triton family for latent attention; rows_triton has all others."""
+"""Latent attention of the Triton family: the launches of each op, and their tiles."""
 
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
-
 from octavo.codegen.attention_triton import MAX_SPLITS, Attention, combine_spec, num_splits
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_param, with_stages
-from octavo.codegen.mla import HeadProduct, Latents, read_head_product, read_latents
-from octavo.codegen.row import Row, always, static_size, tensor
+from octavo.codegen.mla import HeadProduct, Latents
 from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, warps_for
-from octavo.compiler.dims import ITEM_BYTES, dtype_name
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # A tile's sums are as wide as the latent: 512 of them in fp32 for each row fill the registers or the tensor memory.
@@ -153,34 +150,3 @@ def latent_write_spec(rank: int, rope_dim: int, dtype: str) -> KernelSpec:
         num_warps=warps_for(power_of_2(rank, 16)),
         label=f"{dtype}_r{rank}_{rope_dim}",
     )  # fmt: skip
-
-
-def latent_write(node: fx.Node, target: Target) -> KernelSpec:
-    rank, rope_dim = (static_size(node, name, -1) for name in ("latent", "k_rope"))
-    return latent_write_spec(rank, rope_dim, dtype_name(tensor(node, "latent")))
-
-
-def too_wide(node: fx.Node, target: Target) -> str | None:
-    rank = static_size(node, "q_latent", 3)
-    return (
-        f"a latent must have at most {MAX_RANK} elements, got {rank}" if rank > MAX_RANK else one_dtype(node)
-    )
-
-
-def one_dtype(node: fx.Node) -> str | None:
-    dtypes = [str(tensor(node, name).dtype).removeprefix("torch.") for name in ("q_latent", "cache")]
-    return (
-        f"queries and cache must have one dtype, got {' and '.join(dtypes)}" if len(set(dtypes)) > 1 else None
-    )
-
-
-ROWS: tuple[Row, ...] = (
-    Row("head_linear", "head_linear", always, lambda n, target: head_linear_spec(read_head_product(n))),
-    Row("latent_write", "latent_write", always, latent_write),
-    Row(
-        "paged_mla_attention",
-        "paged_mla_attention",
-        too_wide,
-        lambda n, target: mla_spec(read_latents(n), target),
-    ),
-)

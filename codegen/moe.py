@@ -1,16 +1,9 @@
-"""What both families read off a router or a mixture of experts, what it costs, and what neither can serve."""
+"""A router and a mixture of experts as both families see them: sizes, options and what they cost."""
 
 from dataclasses import dataclass
 
-from torch import fx
-
-from octavo.codegen.row import arguments, static_size, tensor, token_count
-from octavo.compiler.dims import ITEM_BYTES, dtype_name
 from octavo.compiler.expression import at_most
-from octavo.compiler.ops.mlp import ACTIVATIONS
-from octavo.compiler.ops.moe import GROUP_SCORES, SCORINGS
-from octavo.compiler.program import Dim
-from octavo.compiler.target import Target
+from octavo.compiler.program import ITEM_BYTES, Dim
 
 
 @dataclass(frozen=True)
@@ -36,24 +29,6 @@ class Router:
     @property
     def flops(self) -> str:
         return f"({self.count}) * {self.experts * (self.top_k + 4)}"
-
-
-def read_router(node: fx.Node) -> Router:
-    given = arguments(node)
-    grouped = given["num_groups"] > 1
-    return Router(
-        count=token_count(node),
-        dtype=dtype_name(tensor(node, "logits")),
-        bias_dtype=_dtype_if_any(node, "bias"),
-        experts=static_size(node, "logits", -1),
-        top_k=given["top_k"],
-        scoring=given["scoring"],
-        renormalize=given["renormalize"],
-        groups=given["num_groups"],
-        top_groups=given["top_groups"] if grouped else 1,
-        group_score=given["group_score"] if grouped else "",
-        scaling=float(given["scaling"]),
-    )
 
 
 @dataclass(frozen=True)
@@ -101,57 +76,3 @@ class Mixture:
     @property
     def label(self) -> str:
         return f"{self.dtype}_e{self.experts}_k{self.top_k}_d{self.hidden}_i{self.intermediate}"
-
-
-def read_mixture(node: fx.Node) -> Mixture:
-    given = arguments(node)
-    return Mixture(
-        count=token_count(node),
-        dtype=dtype_name(tensor(node, "x")),
-        gate_up_bias=_dtype_if_any(node, "gate_up_bias"),
-        down_bias=_dtype_if_any(node, "down_bias"),
-        experts=static_size(node, "down", 0),
-        top_k=static_size(node, "experts", -1),
-        hidden=static_size(node, "x", -1),
-        intermediate=static_size(node, "down", 2),
-        out=static_size(node, "down", 1),
-        activation=given["activation"],
-        limit=float(given["limit"]),
-        alpha=float(given["alpha"]),
-    )
-
-
-def router_refusal(node: fx.Node, target: Target) -> str | None:
-    """Options without a meaning, and choices that cannot be made."""
-    given, experts = arguments(node), static_size(node, "logits", -1)
-    groups, top_k = given["num_groups"], given["top_k"]
-    if given["scoring"] not in SCORINGS:
-        return f"scoring must be one of {', '.join(SCORINGS)}, got {given['scoring']!r}"
-    if not 1 <= top_k <= experts:
-        return f"top_k must be 1 to {experts}, the number of experts, got {top_k}"
-    if groups < 1 or experts % groups:
-        return f"experts must be a multiple of groups, got {experts} and {groups}"
-    if groups == 1:
-        return None
-    if given["group_score"] not in GROUP_SCORES:
-        return f"group_score must be one of {', '.join(GROUP_SCORES)}, got {given['group_score']!r}"
-    if not 1 <= given["top_groups"] <= groups:
-        return f"top_groups must be 1 to {groups}, the number of groups, got {given['top_groups']}"
-    if given["group_score"] == "top2_sum" and experts // groups < 2:
-        return f"top2_sum needs groups of 2 experts or more, got {experts} experts in {groups} groups"
-    return None
-
-
-def moe_refusal(node: fx.Node, target: Target) -> str | None:
-    """Activations that there are not, and weights that do not fit together."""
-    activation, known = arguments(node)["activation"], (*ACTIVATIONS, "swiglu_oai")
-    if activation not in known:
-        return f"activation must be one of {', '.join(known)}, got {activation!r}"
-    experts, intermediate = static_size(node, "down", 0), static_size(node, "down", 2)
-    expected = (experts, 2 * intermediate, static_size(node, "x", -1))
-    shape = tuple(static_size(node, "gate_up", axis) for axis in range(3))
-    return None if shape == expected else f"gate_up must be {expected} as down and x say, got {shape}"
-
-
-def _dtype_if_any(node: fx.Node, name: str) -> str:
-    return "" if arguments(node)[name] is None else dtype_name(tensor(node, name))

@@ -3,7 +3,8 @@
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
-from octavo.codegen.moe import Mixture, Router, moe_refusal, read_mixture, read_router, router_refusal
+from octavo.codegen.moe import Mixture, Router
+from octavo.codegen.moe_nodes import moe_refusal, read_mixture, read_router, router_refusal
 from octavo.codegen.row import Row, static_size
 from octavo.codegen.rows_cpp import MAX_CHUNK, floats
 from octavo.compiler.program import Dim

@@ -2,18 +2,13 @@
 
 from dataclasses import replace
 
-from torch import fx
-
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_param, with_stages
-from octavo.codegen.moe import Mixture, Router, moe_refusal, read_mixture, read_router, router_refusal
-from octavo.codegen.row import Row, static_size
+from octavo.codegen.moe import Mixture, Router
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
-from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
-# Experts that a program holds at once: their scores, or where the rows of each begin.
-MAX_EXPERTS = 4096
 # Pairs of a token and an expert for each expert, on average, from which on tiles are tall.
 MANY_PAIRS = 32
 # Rows from which on a tile is for the large tensor core.
@@ -175,27 +170,3 @@ def tma_refusal(mixture: Mixture, target: Target) -> str | None:
     sizes = {"hidden": mixture.hidden, "intermediate": mixture.intermediate}
     bad = [f"{name} {size} ({2 * size} bytes)" for name, size in sizes.items() if size % 8]
     return f"TMA needs rows of a multiple of 16 bytes, got {', '.join(bad)}" if bad else None
-
-
-def refuse_router(node: fx.Node, target: Target) -> str | None:
-    return too_many_experts(static_size(node, "logits", -1)) or router_refusal(node, target)
-
-
-def refuse_moe(node: fx.Node, target: Target) -> str | None:
-    return too_many_experts(static_size(node, "down", 0)) or moe_refusal(node, target)
-
-
-def too_many_experts(experts: int) -> str | None:
-    return f"at most {MAX_EXPERTS} experts, got {experts}" if experts > MAX_EXPERTS else None
-
-
-ROWS: tuple[Row, ...] = (
-    Row("router", "router", refuse_router, lambda node, target: router_spec(read_router(node))),
-    Row(
-        "moe_tma",
-        "moe",
-        lambda node, target: refuse_moe(node, target) or tma_refusal(read_mixture(node), target),
-        lambda node, target: moe_spec(read_mixture(node), is_tma=True),
-    ),
-    Row("moe_pointer", "moe", refuse_moe, lambda node, target: moe_spec(read_mixture(node), is_tma=False)),
-)

@@ -7,7 +7,7 @@ from torch import fx
 from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tma_spec, tma_refusal
-from octavo.codegen.moe_triton import ROWS as MOE_ROWS
+from octavo.codegen.moe_rows_triton import ROWS as MOE_ROWS
 from octavo.codegen.row import (
     Row,
     always,

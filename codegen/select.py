@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from octavo.codegen import mla_cpp, mla_triton, moe_cpp, rows_cpp, rows_triton
+from octavo.codegen import mla_cpp, mla_rows_triton, moe_cpp, rows_cpp, rows_triton
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.row import Row, op_name
 from octavo.compiler.errors import CodegenError
@@ -14,7 +14,7 @@ from octavo.compiler.target import Family, Target
 
 TABLE: dict[Family, tuple[Row, ...]] = {
     "cpp": rows_cpp.ROWS + moe_cpp.ROWS + mla_cpp.ROWS,
-    "triton": rows_triton.ROWS + mla_triton.ROWS,
+    "triton": rows_triton.ROWS + mla_rows_triton.ROWS,
 }
 
 

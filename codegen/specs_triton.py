@@ -6,9 +6,8 @@ bytes and flops count what the equation needs, every operand once; S is the cont
 from dataclasses import dataclass, replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.compiler.dims import ITEM_BYTES
 from octavo.compiler.pointwise import operations, write
-from octavo.compiler.program import Dim
+from octavo.compiler.program import ITEM_BYTES, Dim
 
 
 def pointer(name: str, dtype: str) -> Arg:
