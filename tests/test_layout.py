@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.dims": 2,
     "octavo.compiler.types": 2,
     "octavo.compiler.pointwise": 2,
+    "octavo.compiler.nvfp4": 2,
     "octavo.compiler.ops": 2,
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,
