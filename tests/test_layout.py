@@ -38,6 +38,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.types": 2,
     "octavo.compiler.pointwise": 2,
     "octavo.compiler.nvfp4": 2,
+    "octavo.compiler.nvfp4_weights": 2,
     "octavo.compiler.ops": 2,
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,
