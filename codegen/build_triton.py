@@ -10,21 +10,25 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from octavo.codegen.choose import Form, choose
+from octavo.codegen.evidence import work_of
 from octavo.codegen.gates import refusal, violations
 from octavo.codegen.kernel import Arg, Kernel, KernelSpec, Param
 from octavo.codegen.render import render
+from octavo.codegen.sass import body_facts
 from octavo.compiler.errors import CodegenError, ToolchainError
 from octavo.compiler.host import cache_directory
 from octavo.compiler.target import Target
 
 Progress = Callable[[str, int, int], None]
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 NUM_WORKERS = 2
 TIMEOUT_S = 300.0
 _SCALAR_TYPES = ("i32", "i64", "fp32")
@@ -40,22 +44,27 @@ def build_kernels(
 ) -> list[Kernel]:
     """One built kernel for each spec, in order; specs of the same name are built once.
 
+    Where a spec has candidates, all its forms are built and the kernel's spec is the chosen one.
     progress is called with (kernel name, kernels done, kernels in all), from the calling thread.
     Raises CodegenError for a kernel that does not compile or breaks a limit in every one of its forms, and
     ToolchainError without Triton.
     """
     distinct = {spec.name: spec for spec in specs}
+    forms = {name: spec.forms for name, spec in distinct.items()}
     workers: SimpleQueue[_Worker] = SimpleQueue()
-    owned = [_Worker(timeout_s) for _ in range(min(NUM_WORKERS, len(distinct)))]
+    owned = [_Worker(timeout_s) for _ in range(min(NUM_WORKERS, sum(map(len, forms.values()))))]
     for worker in owned:
         workers.put(worker)
-    built: dict[str, Kernel] = {}
+    built: dict[str, Form] = {}
     try:
         with ThreadPoolExecutor(max_workers=max(len(owned), 1)) as pool:
-            jobs = [(name, pool.submit(_build, spec, target, workers)) for name, spec in distinct.items()]
+            jobs = {
+                name: [pool.submit(_build, i, form, target, workers) for i, form in enumerate(forms[name])]
+                for name in distinct
+            }
             try:
-                for name, job in jobs:
-                    built[name] = job.result()
+                for name, of_kernel in jobs.items():
+                    built[name] = _chosen(name, [job.result() for job in of_kernel], target)
                     if progress is not None:
                         progress(name, len(built), len(distinct))
             except BaseException:
@@ -64,26 +73,45 @@ def build_kernels(
     finally:
         for worker in owned:
             worker.stop()
-    return [built[spec.name] for spec in specs]
+    return [_as_called(spec, built[spec.name]) for spec in specs]
 
 
-def _build(spec: KernelSpec, target: Target, workers: "SimpleQueue[_Worker]") -> Kernel:
-    """The first form of the spec that compiles and keeps the limits, and why those before it were refused."""
-    refused: list[tuple[str, list[str]]] = []
+def _as_called(spec: KernelSpec, form: Form) -> Kernel:
+    """The kernel for one of the specs of its name: sizes and conditions of the launch are that spec's own."""
+    assert form.kernel is not None
+    return replace(form.kernel, spec=spec.forms[form.index], form=form.index)
+
+
+def _chosen(name: str, forms: list[Form], target: Target) -> Form:
+    best = choose(forms, target)
+    if best is None:
+        attempts = [(one["choice"], one["reasons"]) for form in forms for one in form.refused]
+        raise CodegenError(refusal(name, target, attempts))
+    return best
+
+
+def _build(index: int, spec: KernelSpec, target: Target, workers: "SimpleQueue[_Worker]") -> Form:
+    """The first choice of a form's numbers that compiles and keeps the limits, and why others were refused."""
+    refused: list[dict[str, Any]] = []
     for choice in (spec, *spec.alternatives):
         source = render(choice)
         try:
             record, cubin = _compile_cached(choice, source, target, workers)
         except CodegenError as error:
-            refused.append((_numbers(choice), [str(error)]))
+            refused.append({"choice": _numbers(choice), "reasons": [str(error)]})
             continue
         reasons = violations(choice, target, record)
-        if not reasons:
-            attempts = [{"choice": numbers, "reasons": why} for numbers, why in refused]
-            facts = {**record, "choice": {"numbers": _numbers(choice), "refused": attempts}}
-            return Kernel(spec, source, cubin, facts)
-        refused.append((_numbers(choice), reasons))
-    raise CodegenError(refusal(spec.name, target, refused))
+        if reasons:
+            refused.append({"choice": _numbers(choice), "reasons": reasons})
+            continue
+        called = replace(choice, when=spec.when, grid=spec.grid, bytes=spec.bytes, flops=spec.flops)
+        facts = {
+            **record,
+            "choice": {"numbers": _numbers(choice), "refused": refused},
+            "work": work_of(called, record["evidence"]["census"]),
+        }
+        return Form(index, spec, _numbers(choice), Kernel(spec, source, cubin, facts), refused)
+    return Form(index, spec, _numbers(spec), None, refused)
 
 
 def _numbers(spec: KernelSpec) -> str:
@@ -112,9 +140,11 @@ def _compile_cached(
         finally:
             workers.put(worker)
         cubin = (folder / "kernel.cubin").read_bytes()
+        record["evidence"].update(body_facts((folder / "kernel.sass").read_text()))
         record["launch"].update(_identity(spec, source, cubin, record))
         (folder / "record.json").write_text(json.dumps(record, indent=1))
         shutil.rmtree(folder / "triton", ignore_errors=True)
+        (folder / "kernel.sass").unlink()  # long, and made anew from the cubin at any time
         shutil.rmtree(entry, ignore_errors=True)  # only a damaged one can be there
         try:
             folder.rename(entry)

@@ -18,7 +18,12 @@ FEATURES: dict[str, dict[tuple[int, ...], str]] = {
     "mma_nvfp4": {_BLACKWELL: r"UTCOMMA\S*\.4X", (120,): r"OMMA\S*\.4X"},
     "scales_by_copy": {_BLACKWELL: r"UTCCP"},
     "fp4_convert": {(100, 103, 120): r"F2FP\S*E2M1"},
+    "fp8_convert": {(90, 100, 103, 120): r"F2FP\S*E4M3"},
 }
+# What a loop must not hold: conversions of one value at a time cost eight instructions each.
+_SLOW_CONVERSION = r"F2F(\.|$)"
+# Loads of a byte or two by each thread: eight to sixteen where one of 16 bytes would do.
+_NARROW_LOAD = r"LDG\S*\.[US](8|16)(\.|$)"
 _WRITES = ("STG", "UTMASTG", "RED", "ATOMG", "REDG")
 
 
@@ -34,6 +39,10 @@ def violations(spec: KernelSpec, target: Target, record: Mapping[str, Any]) -> l
     limits = (
         ("spilled bytes", evidence["spill_bytes"], 0),
         ("local loads and stores", opcodes.get("LDL", 0) + opcodes.get("STL", 0), 0),
+        *(
+            (f"{what} in a loop", in_loops(evidence["loops"], pattern), 0)
+            for what, pattern in slow_in_loops(spec)
+        ),
         ("tensor-memory columns", launch["tmem_columns"], target.tmem_columns),
         ("shared-memory bytes", launch["shared_bytes"], target.smem_bytes),
         ("registers of one program", evidence["registers"] * threads, target.registers_per_sm),
@@ -54,6 +63,20 @@ def violations(spec: KernelSpec, target: Target, record: Mapping[str, Any]) -> l
     if missing:
         found.append(f"instructions: expected {', '.join(missing)}, got {', '.join(sorted(opcodes))}")
     return found
+
+
+def slow_in_loops(spec: KernelSpec) -> list[tuple[str, str]]:
+    """(what, pattern of opcodes) that a kernel's loops may not hold. Kernels for odd sizes say `narrow_loads`."""
+    narrow = [] if spec.narrow_loads else [("loads of 1 or 2 bytes", _NARROW_LOAD)]
+    return [("conversions of single values", _SLOW_CONVERSION), *narrow]
+
+
+def in_loops(loops: Iterable[Mapping[str, Any]], pattern: str) -> int:
+    """Instructions of all innermost loops whose opcode fits the pattern."""
+    counts = (
+        count for loop in loops for opcode, count in loop["opcodes"].items() if re.match(pattern, opcode)
+    )
+    return sum(counts)
 
 
 def required_opcodes(spec: KernelSpec, target: Target) -> dict[str, str]:

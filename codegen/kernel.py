@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Param = int | float | str | bool
@@ -40,7 +40,11 @@ class KernelSpec:
     scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
     alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
     features      what the machine code must show, names of gates.FEATURES: "tma_load", "mma_nvfp4"
+    candidates    other tiles, grid and arguments for the same work: the build makes all and keeps the one of which the
+                  cost model expects most. op, when, scratch and also are this spec's, whatever theirs are
+    narrow_loads  the kernel serves sizes of which it can only load an element at a time
     iterations    turns of the innermost loop of all programs together, an expression in the dims; "" without a loop
+    tiles         pieces of work that the programs share out, an expression; "" where each program has one
     """
 
     op: str
@@ -59,6 +63,15 @@ class KernelSpec:
     alternatives: tuple["KernelSpec", ...] = ()
     features: tuple[str, ...] = ()
     iterations: str = ""
+    tiles: str = ""
+    narrow_loads: bool = False
+    candidates: tuple["KernelSpec", ...] = ()
+
+    @property
+    def forms(self) -> tuple["KernelSpec", ...]:
+        """This spec and its candidates, each as it would be launched in this one's place."""
+        shared = {"op": self.op, "when": self.when, "scratch": self.scratch, "also": self.also}
+        return (self, *(replace(form, **shared) for form in self.candidates))  # type: ignore[arg-type]
 
     @property
     def launches(self) -> tuple["KernelSpec", ...]:
@@ -83,11 +96,13 @@ class KernelSpec:
 class Kernel:
     """A built kernel: its spec, the text that was compiled, the binary and what is known of it.
 
-    metadata holds the launch record and the static evidence of a GPU kernel (registers, spills, shared memory,
-    tensor-memory columns, instruction census); it is empty for host code, which is built as one program.
+    form      which of the spec's forms it is, where the spec was given with candidates
+    metadata  the launch record and the static evidence of a GPU kernel (registers, spills, shared memory,
+              tensor-memory columns, instruction census, loops); empty for host code, which is built as one program
     """
 
     spec: KernelSpec
     source: str
     binary: bytes | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    form: int = 0

@@ -13,7 +13,13 @@ FEW_ROWS = (16, 64)
 
 @dataclass(frozen=True)
 class Product:
-    """y[rows, n] = x[rows, k] @ w[n, k].T (+ bias); rows is a size of the step, "T" or "L"."""
+    """y[rows, n] = alpha * row_scale[rows] * x[rows, k] @ w[n, k].T + bias; rows is a size of the step, "T" or "L".
+
+    dtype      of x and w: "bf16", "fp32", or "fp8"
+    bias       whether there is one, in dtype; beside fp8 in bf16
+    alpha      scale of the weights, "scalar" or "column" (n,), times that of x if it has one; "" for none
+    row_scale  whether every row of x has a scale
+    """
 
     rows: Dim
     n: int
@@ -21,13 +27,15 @@ class Product:
     dtype: str
     out_dtype: str
     bias: bool
+    alpha: str = ""
+    row_scale: bool = False
 
     def kernel(self, template: str, numbers: dict[str, int], args: tuple[Arg, ...]) -> KernelSpec:
         """What the kernels of a product share; tile numbers and arguments are theirs."""
         item, out_item = ITEM_BYTES[self.dtype], ITEM_BYTES[self.out_dtype]
         params: tuple[tuple[str, Param], ...] = (
-            ("dtype", self.dtype), ("out_dtype", self.out_dtype), ("bias", self.bias),
-            ("N", self.n), ("K", self.k),
+            ("dtype", self.dtype), ("out_dtype", self.out_dtype), ("alpha", self.alpha),
+            ("row_scale", self.row_scale), ("bias", self.bias), ("N", self.n), ("K", self.k),
         )  # fmt: skip
         dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}_{self.out_dtype}"
         return KernelSpec(
@@ -41,17 +49,19 @@ class Product:
         )
 
     @property
-    def bias_args(self) -> tuple[Arg, ...]:
-        return (pointer("bias", self.dtype),) if self.bias else ()
+    def epilogue_args(self) -> tuple[Arg, ...]:
+        present = {"alpha": bool(self.alpha), "row_scale": self.row_scale, "bias": self.bias}
+        dtypes = {"bias": "bf16" if self.dtype == "fp8" else self.dtype}
+        return tuple(pointer(name, dtypes.get(name, "fp32")) for name, there in present.items() if there)
 
 
 def tma_refusal(product: Product, target: Target) -> str | None:
     """Why the TMA kernels cannot serve the product."""
     if target.arch is None or target.arch < 90:
         return f"TMA needs sm_90 or newer, {target.name} is sm_{target.arch}"
-    if product.dtype != "bf16":
-        return f"dtype must be bf16, got {product.dtype}"
-    row_bytes = {"k": product.k * 2, "n": product.n * ITEM_BYTES[product.out_dtype]}
+    if product.dtype not in ("bf16", "fp8"):
+        return f"dtype must be bf16 or fp8, got {product.dtype}"
+    row_bytes = {"k": product.k * ITEM_BYTES[product.dtype], "n": product.n * ITEM_BYTES[product.out_dtype]}
     bad = [f"{name} {getattr(product, name)} ({size} bytes)" for name, size in row_bytes.items() if size % 16]
     return f"TMA needs rows of a multiple of 16 bytes, got {', '.join(bad)}" if bad else None
 
@@ -76,13 +86,13 @@ def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
 
 
 def few_rows_form(product: Product, block_m: int, block_n: int) -> KernelSpec:
-    block_k = 64 if block_n == 128 else 128
+    block_k = (64 if block_n == 128 else 128) * 2 // ITEM_BYTES[product.dtype]
     numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 6}
     programs = ceil_div(product.n, block_n)
     args = (
-        tiles("x", "bf16", (product.rows, product.k), (block_m, block_k)),
-        tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
-        *product.bias_args,
+        tiles("x", product.dtype, (product.rows, product.k), (block_m, block_k)),
+        tiles("weight", product.dtype, (product.n, product.k), (block_n, block_k)),
+        *product.epilogue_args,
         pointer("out", product.out_dtype),
         number("num_rows", product.rows),
     )
@@ -108,20 +118,21 @@ def many_rows_spec(product: Product, target: Target) -> KernelSpec:
     narrow, wide = (many_rows_form(product, target, block_n, is_specialised=True) for block_n in (128, 256))
     plain = many_rows_form(product, target, 128, is_specialised=False)
     narrow = replace(narrow, alternatives=(replace(narrow, num_stages=3), plain))
-    return replace(narrow, candidates=(replace(wide, num_stages=3),))
+    return replace(narrow, candidates=(wide,))
 
 
 def many_rows_form(product: Product, target: Target, block_n: int, is_specialised: bool) -> KernelSpec:
-    block_m, block_k = 128, 64
+    block_m, block_k = 128, 128 // ITEM_BYTES[product.dtype]
     programs = target.sm_count or 1
     numbers = {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP_M": 8, "NUM_PROGRAMS": programs,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "SUBTILES": block_n // 64,
+        "GROUP_M": 8, "NUM_PROGRAMS": programs,
     }  # fmt: skip
     args = (
-        tiles("x", "bf16", (product.rows, product.k), (block_m, block_k)),
-        tiles("weight", "bf16", (product.n, product.k), (block_n, block_k)),
-        *product.bias_args,
-        tiles("out", product.out_dtype, (product.rows, product.n), (block_m, block_n // 2)),
+        tiles("x", product.dtype, (product.rows, product.k), (block_m, block_k)),
+        tiles("weight", product.dtype, (product.n, product.k), (block_n, block_k)),
+        *product.epilogue_args,
+        tiles("out", product.out_dtype, (product.rows, product.n), (block_m, 64)),
         number("num_rows", product.rows),
     )
     pieces = f"({product.rows} + {block_m - 1}) // {block_m} * {ceil_div(product.n, block_n)}"
@@ -130,9 +141,10 @@ def many_rows_form(product: Product, target: Target, block_n: int, is_specialise
         grid=(str(programs), "1", "1"),
         tiles=pieces,
         iterations=f"{pieces} * {ceil_div(product.k, block_k)}",
-        num_warps=4 if is_specialised else 8,
-        num_stages=4 if is_specialised else 3,
-        features=("tma_load", "tma_store", "mma_16bit"),
+        # a wide tile spills with four warps, where the epilogue is more than a cast
+        num_warps=4 if is_specialised and block_n == 128 else 8,
+        num_stages=4 if is_specialised and block_n == 128 else 3,
+        features=("tma_load", "tma_store", "mma_fp8" if product.dtype == "fp8" else "mma_16bit"),
     )
     return with_param(spec, "warp_specialize", is_specialised)
 
@@ -150,13 +162,16 @@ def pointer_spec(product: Product, block_m: int, block_n: int, block_k: int) -> 
     args = (
         pointer("x", product.dtype),
         pointer("weight", product.dtype),
-        *product.bias_args,
+        *product.epilogue_args,
         pointer("out", product.out_dtype),
         number("num_rows", product.rows),
     )
+    turns = ceil_div(product.n, block_n) * ceil_div(product.k, block_k)
     spec = replace(
         product.kernel("linear_pointer", numbers, args),
         grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", "1"),
+        iterations=f"({product.rows} + {block_m - 1}) // {block_m} * {turns}",
+        narrow_loads=product.k % 8 > 0,
         num_warps=4,
         num_stages=3,
     )

@@ -111,13 +111,14 @@ def head_linear_spec(product: HeadProduct) -> KernelSpec:
     """Kernels for up to 16 tokens and for more."""
     block_k = 64 if product.dtype == "bf16" else 32
     few, many = head_tiles(product, 16, 64, block_k), head_tiles(product, 64, 64, block_k // 2)
-    if product.dtype == "bf16":
+    if product.dtype == "bf16" and product.k % 8 == 0:
         many = head_tiles(product, 128, 128, 64)
     return in_order(replace(few, when="T <= 16"), replace(many, when="T > 16"))
 
 
 def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -> KernelSpec:
     numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": 3}
+    turns = product.heads * ceil_div(product.n, block_n) * ceil_div(product.k, block_k)
     spec = KernelSpec(
         op="head_linear",
         template="triton/head_linear.py.jinja",
@@ -127,6 +128,8 @@ def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -
         ),
         args=(*(pointer(name, product.dtype) for name in ("x", "weight", "out")), number("num_tokens", "T")),
         grid=(str(ceil_div(product.n, block_n)), f"(T + {block_m - 1}) // {block_m}", str(product.heads)),
+        iterations=f"(T + {block_m - 1}) // {block_m} * {turns}",
+        narrow_loads=product.k % 8 > 0,
         bytes=product.bytes,
         flops=product.flops,
         num_warps=4 if block_m < 128 else 8,
@@ -141,8 +144,8 @@ def latent_write_spec(rank: int, rope_dim: int, dtype: str) -> KernelSpec:
         op="latent_write",
         template="triton/latent_write.py.jinja",
         params=(
-            ("dtype", dtype), ("RANK", rank), ("ROPE_DIM", rope_dim), ("BLOCK_R", power_of_2(rank, 16)),
-            ("BLOCK_E", power_of_2(rope_dim, 16)),
+            ("dtype", dtype), ("pages", ""), ("RANK", rank), ("ROPE_DIM", rope_dim),
+            ("BLOCK_R", power_of_2(rank, 16)), ("BLOCK_E", power_of_2(rope_dim, 16)),
         ),
         args=(*(pointer(name, dtype) for name in ("latent", "k_rope", "cache")), pointer("slot_mapping", "i64")),
         grid=("T", "1", "1"),

@@ -3,7 +3,6 @@
 Started by build_triton as a script. It imports Triton and nothing of ours, so that no import path is needed.
 """
 
-import collections
 import contextlib
 import importlib.util
 import io
@@ -21,15 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOLS = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
-INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Za-z0-9_]+)*)")
 # cuTensorMapEncodeTiled numbers these data types in another order than Triton's device code
 TENSOR_MAP_DTYPE = {8: 10, 9: 8, 10: 9}
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile request["source"] and leave kernel.cubin and kernel.ptx in request["folder"].
+    """Compile request["source"] and leave kernel.cubin, kernel.ptx and kernel.sass in request["folder"].
 
-    Returns the launch record and what ptxas and the disassembler tell of the binary.
+    Returns the launch record and what ptxas tells of the binary.
     """
     folder = Path(request["folder"])
     function = _load(folder / "kernel.py", request["function"])
@@ -48,9 +46,10 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     (folder / "kernel.ptx").write_text(kernel.asm["ptx"])
+    (folder / "kernel.sass").write_text(_run("nvdisasm", "-c", str(cubin)))
     return {
         "launch": _launch_record(kernel.metadata, names[:count], request["types"]),
-        "evidence": _evidence(kernel.metadata, kernel.asm["ptx"], log.getvalue(), cubin, seconds),
+        "evidence": _evidence(kernel.metadata, kernel.asm["ptx"], log.getvalue(), seconds),
     }
 
 
@@ -98,7 +97,7 @@ def _tensor_map(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _evidence(metadata: Any, ptx: str, log: str, cubin: Path, seconds: float) -> dict[str, Any]:
+def _evidence(metadata: Any, ptx: str, log: str, seconds: float) -> dict[str, Any]:
     """Figures of the shipped binary, from the ptxas run that made it: a second run may allocate otherwise."""
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
@@ -114,23 +113,18 @@ def _evidence(metadata: Any, ptx: str, log: str, cubin: Path, seconds: float) ->
         "ptx_version": ptx_version[1] if ptx_version else "",
         "ptxas": _tool_version("ptxas-blackwell" if metadata.target.arch >= 100 else "ptxas"),
         "triton": triton.__version__,
-        "census": _census(cubin),
         "compile_s": round(seconds, 3),
     }
 
 
-def _census(cubin: Path) -> dict[str, int]:
-    """How often each opcode occurs in the machine code, modifiers included ("UTCHMMA.2CTA")."""
-    tool = str(TOOLS / "nvdisasm")
-    result = subprocess.run([tool, "-c", str(cubin)], capture_output=True, text=True, check=True)
-    opcodes = collections.Counter(INSTRUCTION.findall(result.stdout))
-    return dict(sorted(opcodes.items()))
-
-
 def _tool_version(name: str) -> str:
-    result = subprocess.run([str(TOOLS / name), "--version"], capture_output=True, text=True, check=True)
-    found = re.search(r"V(\d+\.\d+\.\d+)", result.stdout)
-    return found[1] if found else result.stdout.strip()
+    text = _run(name, "--version")
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return found[1] if found else text.strip()
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([str(TOOLS / tool), *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,27 @@ def build(
     memory = plan_memory(graph_module.graph)
     plan.ms, plan.notes = (time.perf_counter() - start) * 1e3, asdict(memory)
     specs = {node: selection.spec for node, selection in selections.items()}
-    program = emit(graph_module, specs, memory, page_size)
     launches = list({launch.name: launch for spec in specs.values() for launch in spec.launches}.values())
-    built = Built(program, {}, [], plan, _choices(selections))
+    # GPU kernels come first: which of their forms was chosen is known once all are built
+    kernels = [] if target.family == "cpp" else build_kernels(launches, target, progress)
+    chosen = dict(zip((launch.name for launch in launches), kernels, strict=False))
+    specs = {node: _as_chosen(spec, chosen) for node, spec in specs.items()}
+    program = emit(graph_module, specs, memory, page_size)
+    built = Built(program, {}, [], plan, _choices(selections, specs))
     if target.family == "cpp":
         _build_host(built, program, launches, progress)
     else:
-        _add_kernels(built, build_kernels(launches, target, progress))
+        _add_kernels(built, kernels)
     return built
+
+
+def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:
+    """The spec with every launch in the form that was chosen for its name; unchanged where none was built."""
+    first, *others = (
+        launch.forms[chosen[launch.name].form] if launch.name in chosen else launch
+        for launch in spec.launches
+    )
+    return replace(first, also=tuple(others))
 
 
 def _selections(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:
@@ -102,11 +115,11 @@ def _is_kernel(node: Node) -> bool:
     return node.op == "call_function" and op(node).startswith("octavo::")
 
 
-def _choices(selections: Mapping[Node, Selection]) -> list[dict[str, Any]]:
+def _choices(selections: Mapping[Node, Selection], specs: Mapping[Node, KernelSpec]) -> list[dict[str, Any]]:
     """Each distinct choice once, with the nodes it serves counted and the rows that were not taken."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for selection in selections.values():
-        key = (selection.row, selection.spec.name)
+    for node, selection in selections.items():
+        key = (selection.row, specs[node].name)
         row = rows.setdefault(
             key, {"row": key[0], "kernel": key[1], "nodes": 0, "skipped": list(selection.skipped)}
         )

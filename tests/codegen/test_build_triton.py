@@ -11,7 +11,7 @@ from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.evidence import evidence_row
 from octavo.codegen.kernel import Kernel, KernelSpec, Param
-from octavo.codegen.linear_triton import Product, linear_tma_spec, many_rows_spec, with_param
+from octavo.codegen.linear_triton import Product, few_rows_form, linear_tma_spec, many_rows_spec, with_param
 from octavo.codegen.render import render
 from octavo.codegen.specs_triton import Heads, add_spec, layer_norm_spec, pointwise_spec, rms_norm_spec
 from octavo.compiler.errors import CodegenError
@@ -31,7 +31,12 @@ def numbers(spec: KernelSpec, **values: Param) -> KernelSpec:
     """The spec with other tile numbers and nothing to fall back on."""
     for name, value in values.items():
         spec = with_param(spec, name, value)
-    return replace(spec, alternatives=(), also=())
+    return alone(replace(spec, alternatives=(), also=()))
+
+
+def alone(spec: KernelSpec) -> KernelSpec:
+    """The spec in its first form only."""
+    return replace(spec, candidates=())
 
 
 def build(spec: KernelSpec) -> Kernel:
@@ -40,7 +45,7 @@ def build(spec: KernelSpec) -> Kernel:
 
 def test_kernels_of_a_linear_and_an_attention_keep_every_limit() -> None:
     attention = attention_spec(Attention(Heads(9, 3, 64, 64, 64), "bf16", 0.125), B200)
-    specs = [*linear_tma_spec(PRODUCT, B200).launches, *attention.launches]
+    specs = [alone(spec) for spec in (*linear_tma_spec(PRODUCT, B200).launches, *attention.launches)]
     calls: list[tuple[str, int, int]] = []
     kernels = build_kernels(specs, B200, lambda *call: calls.append(call))
     assert [kernel.spec for kernel in kernels] == specs
@@ -72,7 +77,7 @@ def test_kernels_of_rows_build_without_spills() -> None:
 
 
 def test_launch_record_says_how_to_call_the_kernel() -> None:
-    spec = replace(many_rows_spec(PRODUCT, B200), when="T > 64")
+    spec = alone(replace(many_rows_spec(PRODUCT, B200), when="T > 64"))
     launch = build(spec).metadata["launch"]
     x, weight, out, rows = launch["parameters"]
     assert launch["function"] == spec.name
@@ -180,6 +185,40 @@ def test_a_damaged_cache_entry_is_built_again(tmp_path: Path) -> None:
 def test_a_target_without_an_arch_is_refused() -> None:
     with pytest.raises(CodegenError, match="b200 names no arch"):
         build_kernels([add_spec("T", 576, "bf16")], replace(B200, arch=None))
+
+
+def test_the_form_with_the_shortest_predicted_time_is_chosen_and_the_others_are_noted() -> None:
+    """16 tall tiles would leave most multiprocessors idle; the first form listed is not the best then."""
+    product = replace(PRODUCT, n=2048, k=4096)
+    tall, short = (few_rows_form(product, 16, block_n) for block_n in (128, 32))
+    too_deep = replace(numbers(short, STAGES=40), num_stages=40)
+    first = replace(tall, when="T <= 16", candidates=(short, too_deep))
+    same_name = replace(first, when="T <= 8")
+    kernel, again = build_kernels([first, same_name], B200)
+    assert (kernel.spec.name, kernel.spec.grid, kernel.spec.when) == (short.name, short.grid, "T <= 16")
+    assert (again.spec, again.form) == (replace(kernel.spec, when="T <= 8"), 1)
+    assert kernel.metadata["launch"]["function"] == short.name
+    choice = kernel.metadata["choice"]
+    (loser,), (dropped,) = choice["losers"], choice["dropped"]
+    assert loser["name"] == tall.name and loser["predicted_us"] > 1.03 * choice["predicted_us"]
+    assert dropped["name"] == too_deep.name and "shared-memory" in str(dropped["refused"])
+
+
+def test_forms_that_are_about_as_fast_leave_the_first() -> None:
+    product = replace(PRODUCT, n=28672, k=4096)
+    tall, short = (few_rows_form(product, 16, block_n) for block_n in (128, 64))
+    for first, second in ((tall, short), (short, tall)):
+        kernel = build(replace(first, when="T <= 16", candidates=(second,)))
+        assert (kernel.spec.name, kernel.form) == (first.name, 0)
+        (loser,) = kernel.metadata["choice"]["losers"]
+        assert loser["predicted_us"] == pytest.approx(kernel.metadata["choice"]["predicted_us"], rel=0.03)
+
+
+def test_a_kernel_of_which_no_form_builds_names_what_each_broke() -> None:
+    product = replace(PRODUCT, n=32768, k=4096)
+    deep = [replace(numbers(few_rows_form(product, 16, n), STAGES=40), num_stages=40) for n in (64, 128)]
+    with pytest.raises(CodegenError, match=r"(?s)no form of .*BLOCK_N=64 .*BLOCK_N=128 .*shared-memory"):
+        build(replace(deep[0], candidates=(deep[1],)))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ GOOD: dict[str, Any] = {
         "spill_bytes": 0,
         "registers": 255,
         "census": {"UTCHMMA": 4, "UTMALDG.2D": 2, "UTMASTG.2D": 2, "LDC.64": 9},
+        "loops": [{"opcodes": {"LDG.E.128": 4, "LDG.E": 1, "F2FP.BF16.F32.PACK_AB": 8}}],
     },
 }
 
@@ -51,6 +52,26 @@ def test_a_kernel_at_its_limits_may_ship() -> None:
 )
 def test_each_limit_has_a_message_with_its_numbers(part: str, values: dict[str, Any], message: str) -> None:
     assert broken(part, **values) == [message]
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "message"),
+    [
+        ({"F2F.BF16.F32": 8}, "conversions of single values in a loop: at most 0, got 8"),
+        ({"F2F": 1}, "conversions of single values in a loop: at most 0, got 1"),
+        ({"LDG.E.U8": 2, "LDG.E.U16.CONSTANT": 3}, "loads of 1 or 2 bytes in a loop: at most 0, got 5"),
+    ],
+)
+def test_loops_hold_nothing_slow(opcodes: dict[str, int], message: str) -> None:
+    fast = {"opcodes": {"LDG.E.128": 4}}
+    assert broken("evidence", loops=[fast, {"opcodes": opcodes}]) == [message]
+
+
+def test_kernels_for_odd_sizes_may_load_single_elements() -> None:
+    record = deepcopy(GOOD)
+    record["evidence"]["loops"] = [{"opcodes": {"LDG.E.U16": 8}}]
+    assert len(violations(LINEAR, B200, record)) == 1
+    assert violations(replace(LINEAR, narrow_loads=True), B200, record) == []
 
 
 def test_a_body_that_is_a_trap_is_seen() -> None:
