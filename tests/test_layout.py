@@ -96,6 +96,8 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.commands": 8,
     "octavo.compiler.commands.*": 8,
     "octavo.compiler.cli": 8,
+    "octavo.compiler.cli_app": 8,
+    "octavo.compiler.cli_kernels": 8,
 }
 
 # An artifact is served without the compiler, so the runtime may use these leaves and nothing else.
@@ -114,6 +116,8 @@ LAZY_IMPORTS = {
     "compiler/huggingface.py": "transformers and gguf are the hf extra",
     "compiler/capture.py": "transformers' registries are patched only if the model comes from there",
     "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
+    "compiler/cli_app.py": "bars are drawn by rich, which help does not wait for either",
+    "compiler/cli_kernels.py": "as compiler/cli.py",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 

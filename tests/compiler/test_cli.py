@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import octavo
-from octavo.compiler import cli
+from octavo.compiler import cli, cli_app
 from octavo.compiler.errors import (
     ArtifactError,
     CodegenError,
@@ -118,7 +118,7 @@ def test_traceback_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_exit_codes_of_errors(error: OctavoError, code: int) -> None:
-    assert cli.code_of(error) == code
+    assert cli_app.code_of(error) == code
 
 
 def test_interrupt_by_signal(tmp_path: Path) -> None:
