@@ -13,7 +13,8 @@ from octavo.compiler.chat import Message, encode_chat
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.report import Report
 from octavo.runtime.engine import Engine
-from octavo.runtime.model_runner import ModelRunner, NativeRunner
+from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.open_runner import open_runner
 from octavo.runtime.request import Completion, SamplingParams, Token
 from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
 
@@ -42,10 +43,15 @@ class Compiled:
         """The artifact's own, or None."""
         return load_tokenizer(self.artifact)
 
-    def runner(self, num_pages: int | None = None, num_threads: int | None = None) -> ModelRunner:
-        """What runs a step: the host program, or the eager references where it cannot be built."""
+    def runner(
+        self, num_pages: int | None = None, num_threads: int | None = None, **gpu_options: Any
+    ) -> ModelRunner:
+        """What runs a step: the GPU's kernels or the host program, or the eager references where it cannot be built.
+
+        gpu_options  those of `open_runner`: max_requests, max_batch_tokens, graphs
+        """
         try:
-            return NativeRunner(self.artifact, num_pages, num_threads)
+            return open_runner(self.artifact, num_pages, num_threads, **gpu_options)
         except ToolchainError as error:
             warnings.warn(f"{error}; running the eager references instead, slowly", stacklevel=2)
             eager: Any = import_module("octavo.compiler.eager_runner")  # needs torch, which serving does not
@@ -58,7 +64,8 @@ class Compiled:
     ) -> Engine:  # fmt: skip
         """A serving engine of its own, with the page pool and the limits given."""
         return Engine(
-            self.runner(num_pages, num_threads), self.artifact.model, self.tokenizer,
+            self.runner(num_pages, num_threads, max_requests=max_requests, max_batch_tokens=max_batch_tokens),
+            self.artifact.model, self.tokenizer,
             max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
             seed=seed,
         )  # fmt: skip

@@ -14,7 +14,8 @@ from octavo.compiler.artifact import Artifact, ModelInfo
 from octavo.compiler.errors import ExecutionError, OptionError, RequestError
 from octavo.runtime.batch import build_batch
 from octavo.runtime.kv_cache import PagePool
-from octavo.runtime.model_runner import ModelRunner, NativeRunner
+from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.open_runner import open_runner
 from octavo.runtime.output import Output
 from octavo.runtime.request import Completion, Request, SamplingParams, Status, Token, check_prompt
 from octavo.runtime.sampler import RandomKey, sample
@@ -107,11 +108,23 @@ class Engine:
         max_batch_tokens: int | None = None,
         chunked_prefill: bool = True,
         seed: int | None = None,
+        graphs: bool = True,
     ) -> "Engine":
-        """An engine for a cpu artifact. num_pages: None holds 8 sequences of full length if memory allows."""
+        """An engine for an artifact, on this machine's processor or on its GPU as the artifact wants.
+
+        num_pages    None: 8 sequences of full length on a processor, what free memory holds on a GPU
+        num_threads  of a processor; graphs: steps of one token a request as CUDA graphs
+        """
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         return cls(
-            NativeRunner(opened, num_pages, num_threads),
+            open_runner(
+                opened,
+                num_pages,
+                num_threads,
+                max_requests=max_requests,
+                max_batch_tokens=max_batch_tokens,
+                graphs=graphs,
+            ),
             opened.model,
             load_tokenizer(opened) if use_tokenizer else None,
             max_requests=max_requests,

@@ -61,7 +61,9 @@ class Stub:
 
     def expect(self, sizes: list[int]) -> None:
         """The sizes of a kernel's parameters: a launch copies so much of each."""
-        (ctypes.c_int * 256).in_dll(self.library, "stub_sizes")[: len(sizes)] = sizes
+        array = (ctypes.c_int * 256).in_dll(self.library, "stub_sizes")
+        for index, size in enumerate(sizes):
+            array[index] = size
         self.number("stub_count").value = len(sizes)
 
     def parameters(self, sizes: list[int]) -> list[bytes]:

@@ -1,0 +1,325 @@
+"""Runs steps of a GPU artifact: weights and pages on the device, steps of one token a request from CUDA graphs."""
+
+import json
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.compiler.artifact import Artifact
+from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
+from octavo.compiler.expression import evaluate, holds
+from octavo.compiler.program import DIMS
+from octavo.runtime.batch import Batch
+from octavo.runtime.cuda import Driver
+from octavo.runtime.cuda_driver import CudaDriver
+from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
+from octavo.runtime.cuda_memory import ALIGNMENT, DeviceMemory, Progress, Region, upload_weights
+from octavo.runtime.kv_cache import NULL_PAGE
+from octavo.runtime.model_runner import ITEM_BYTES, num_bytes, page_bytes
+
+DEFAULT_MAX_REQUESTS = 64
+# Of the memory that weights and workspace leave free, this share becomes pages; graphs and other libraries
+# take from the rest.
+PAGE_MEMORY_SHARE = 0.9
+MAX_GRAPHS = 64
+MAX_PREPARED = 16
+
+_Launches = list[tuple[str, Any]]
+
+
+class CudaRunner:
+    """A ModelRunner on one GPU. No Triton and no torch: cubins of the artifact through the CUDA driver.
+
+    num_pages         KV pages with the null page; None: what free memory holds, at most `max_requests` of full length
+    max_requests      most requests of a step, for which memory is planned and graphs are made
+    max_batch_tokens  most tokens of a step; None: the model's
+    graphs            False: launch every kernel of every step. Logits are the same, bit for bit
+    driver            None: device 0 of this machine
+    progress          called with (weight, bytes copied, bytes in all)
+
+    A step of one token for each request is padded to a bucket of requests and of page-table columns, so that few
+    graphs serve all. A padded request writes no page: its slot is -1. It reads one row of the null page, which is
+    zero, so nothing of it is ever infinite or nan; its logits are dropped.
+    """
+
+    def __init__(
+        self, artifact: Artifact, num_pages: int | None = None, *, max_requests: int = DEFAULT_MAX_REQUESTS,
+        max_batch_tokens: int | None = None, graphs: bool = True, driver: Driver | None = None,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        self.program = artifact.program
+        self.page_size = artifact.program.page_size
+        self.vocab_size = artifact.model.vocab_size
+        self.graphs = graphs
+        tokens = artifact.model.max_batch_tokens if max_batch_tokens is None else max_batch_tokens
+        if min(tokens, max_requests) < 1:
+            raise OptionError(
+                f"runner: expected 1 request and 1 token or more, got {max_requests} and {tokens}"
+            )
+        self.max_requests = min(max_requests, tokens)
+        self._max_pages = -(-artifact.model.max_model_len // self.page_size)
+        self._driver = CudaDriver() if driver is None else driver
+        self._driver.activate()
+        self._kernels = load_kernels(artifact, self._driver)
+        self._memory = DeviceMemory(self._driver)
+        self._stream = self._driver.create_stream()
+        self._prepared: OrderedDict[tuple[int, ...], _Launches] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        # by hand, when the runner is dropped, or when the process ends
+        self.close = weakref.finalize(self, _close, self._memory, self._stream, self._captured)
+        self._output = self.program.of_kind("output")[0]
+        self._inputs = self.program.of_kind("input")
+        self.addresses = upload_weights(
+            self._memory, {name: w.array for name, w in artifact.weights.items()}, self._stream, progress
+        )
+        self._make_regions(tokens)
+        self.num_pages = self._default_num_pages() if num_pages is None else num_pages
+        if self.num_pages < 2:
+            raise ExecutionError(
+                f"runner: expected at least 2 pages (one is the null page), got {self.num_pages}"
+            )
+        self._make_pages()
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
+        self._driver.activate()
+        self._driver.synchronize(self._stream)  # an interrupt may have left a step running
+        dims = {**batch.dims, "num_pages": self.num_pages}
+        if not dims["T"] == dims["R"] <= self.max_requests:
+            self._reserve(dims)
+            self._upload(batch.inputs, dims)
+            self._launch(self._launches(dims))
+            return self._download(dims["L"])
+        inputs, padded = self._padded(batch, dims)
+        self._reserve(padded)
+        graph = self._graph(padded) if self.graphs else None
+        self._upload(inputs, padded)
+        if graph is None:
+            self._launch(self._launches(padded))
+        else:
+            self._driver.launch_graph(graph, self._stream)
+        logits = self._download(dims["R"])
+        return logits if dims["L"] == dims["R"] else logits[batch.logit_rows]
+
+    def _padded(
+        self, batch: Batch, dims: Mapping[str, int]
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+        """The inputs and sizes of the bucket that a step of one token a request goes into."""
+        requests, columns = batch.page_table.shape
+        size = next(size for size in buckets(self.max_requests) if size >= requests)
+        width = 1 << (columns - 1).bit_length()
+        page_table = np.full((size, width), NULL_PAGE, np.int32)
+        page_table[:requests, :columns] = batch.page_table
+        inputs = {
+            "input_ids": _extended(batch.input_ids, size, 0),
+            "positions": _extended(batch.positions, size, 0),
+            "slot_mapping": _extended(batch.slot_mapping, size, -1),
+            "page_table": page_table,
+            "seq_lens": _extended(batch.seq_lens, size, 1),
+            "cu_seqlens_q": np.arange(size + 1, dtype=np.int32),
+            "logit_rows": np.arange(size, dtype=np.int64),
+        }
+        return inputs, {**dims, "T": size, "R": size, "L": size, "P": width}
+
+    def _graph(self, dims: Mapping[str, int]) -> int:
+        """The graph of a bucket, captured when it is first wanted."""
+        key = tuple(dims[name] for name in DIMS)
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key]
+        if len(self._captured) >= MAX_GRAPHS:
+            self._driver.free_graph(self._captured.popitem(last=False)[1])
+        launches = self._bind(dims)
+        self._driver.begin_capture(self._stream)
+        try:
+            self._launch(launches)
+        except BaseException:
+            with suppress(ExecutionError):  # the first error is the one to be told
+                self._driver.free_graph(self._driver.end_capture(self._stream))
+            raise
+        self._captured[key] = self._driver.end_capture(self._stream)
+        return self._captured[key]
+
+    def _launches(self, dims: Mapping[str, int]) -> _Launches:
+        """Every launch of a step of these sizes; those of the latest sizes are kept."""
+        key = tuple(dims[name] for name in DIMS)
+        if key not in self._prepared:
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.popitem(last=False)
+            self._prepared[key] = self._bind(dims)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
+
+    def _bind(self, dims: Mapping[str, int]) -> _Launches:
+        sizes = Sizes(dims)
+        places = self._places(sizes)
+        launches = []
+        for step in self.program.steps:
+            if holds(step.when, dims):
+                arguments = [_argument(argument, places, sizes) for argument in step.args]
+                prepared = self._kernels[step.kernel].prepare(arguments, sizes, step.grid)
+                if prepared is not None:
+                    launches.append((step.kernel, prepared))
+        return launches
+
+    def _places(self, sizes: Sizes) -> dict[str, int]:
+        """The address of every buffer in a step of these sizes."""
+        places = dict(self.addresses)
+        places.update(
+            {name: self._input.address + start for name, start in self._input_starts(sizes).items()}
+        )
+        places[self._output.name] = self._logits.address
+        for buffer in self.program.of_kind("workspace"):
+            assert buffer.offset is not None, f"{buffer.name} has no place"
+            places[buffer.name] = self._workspace.address + sizes(buffer.offset)
+        return places
+
+    def _input_starts(self, sizes: Sizes) -> dict[str, int]:
+        starts, end = {}, 0
+        for buffer in self._inputs:
+            starts[buffer.name] = end
+            end += -(-num_bytes(buffer, sizes.dims) // ALIGNMENT) * ALIGNMENT
+        return starts
+
+    def _launch(self, launches: _Launches) -> None:
+        for name, prepared in launches:
+            try:
+                self._driver.launch(prepared, self._stream)
+            except ExecutionError as error:
+                raise ExecutionError(f"{name}: {error}") from None
+
+    def _upload(self, inputs: Mapping[str, NDArray[Any]], dims: Mapping[str, int]) -> None:
+        """All inputs in one copy."""
+        end = 0
+        for name, start in self._input_starts(Sizes(dims)).items():
+            content = np.ascontiguousarray(inputs[name]).reshape(-1).view(np.uint8)
+            end = start + content.size
+            self._input_host[start:end] = content
+        self._driver.upload(self._input.address, self._input_host[:end], self._stream)
+
+    def _download(self, count: int) -> NDArray[np.float32]:
+        """Logits of the first rows, once all work is done."""
+        size = count * self.vocab_size * ITEM_BYTES["fp32"]
+        if size:
+            self._driver.download(self._logits_host[:size], self._logits.address, self._stream)
+        self._driver.synchronize(self._stream)
+        return self._logits_host[:size].view(np.float32).reshape(count, self.vocab_size)
+
+    def _make_regions(self, max_tokens: int) -> None:
+        """Memory of the largest step: inputs, workspace, logits."""
+        self._input = Region(self._memory, 0)
+        self._workspace = Region(self._memory, 0)
+        self._logits = Region(self._memory, 0)
+        self._input_host = self._memory.allocate_host(1)
+        self._logits_host = self._memory.allocate_host(1)
+        steps = list(largest_steps(max_tokens, self.max_requests, self._max_pages))
+        self._grow(
+            max(self._input_bytes(dims) for dims in steps),
+            max(evaluate(self.program.workspace, dims) for dims in steps),
+            max(num_bytes(self._output, dims) for dims in steps),
+        )
+
+    def _input_bytes(self, dims: Mapping[str, int]) -> int:
+        return sum(-(-num_bytes(buffer, dims) // ALIGNMENT) * ALIGNMENT for buffer in self._inputs)
+
+    def _reserve(self, dims: Mapping[str, int]) -> None:
+        """Have the memory of a step that is larger than those planned for. What was bound is bound anew."""
+        moved = self._grow(
+            self._input_bytes(dims), evaluate(self.program.workspace, dims), num_bytes(self._output, dims)
+        )
+        if moved:
+            self._prepared.clear()
+            while self._captured:
+                self._driver.free_graph(self._captured.popitem()[1])
+
+    def _grow(self, input_bytes: int, workspace_bytes: int, logits_bytes: int) -> bool:
+        """Whether anything moved. Nothing runs meanwhile: a run ends with all work done."""
+        moved = self._workspace.grow(workspace_bytes)
+        if self._input.grow(input_bytes):
+            self._memory.free_host(self._input_host)
+            self._input_host = self._memory.allocate_host(input_bytes)
+            moved = True
+        if self._logits.grow(logits_bytes):
+            self._memory.free_host(self._logits_host)
+            self._logits_host = self._memory.allocate_host(logits_bytes)
+            moved = True
+        return moved
+
+    def _default_num_pages(self) -> int:
+        """Pages for `max_requests` sequences of full length, or what a share of free memory holds if less."""
+        free, _ = self._driver.memory()
+        size = max(page_bytes(self.program), 1)
+        affordable = int(free * PAGE_MEMORY_SHARE) // size
+        if affordable < 2:
+            raise ExecutionError(
+                f"page pool: expected room for 2 pages of {size} bytes in {PAGE_MEMORY_SHARE:.0%} of "
+                f"{free} free bytes of {self._driver.device.name}, got {affordable}; free device memory, or "
+                "compile with a smaller max_batch_tokens"
+            )
+        return min(self.max_requests * self._max_pages + 1, affordable)
+
+    def _make_pages(self) -> None:
+        """Pages of zeros; the null page stays zero."""
+        dims = {name: 0 for name in DIMS} | {"num_pages": self.num_pages}
+        for buffer in self.program.of_kind("cache"):
+            size = num_bytes(buffer, dims)
+            self.addresses[buffer.name] = self._memory.allocate(size)
+            self._driver.fill(self.addresses[buffer.name], 0, size, self._stream)
+        self._driver.synchronize(self._stream)
+
+
+def _close(memory: DeviceMemory, stream: int, captured: OrderedDict[tuple[int, ...], int]) -> None:
+    driver = memory.driver
+    driver.activate()
+    while captured:
+        driver.free_graph(captured.popitem()[1])
+    memory.release()
+    driver.free_stream(stream)
+
+
+def load_kernels(artifact: Artifact, driver: Driver) -> dict[str, Kernel]:
+    """Every kernel that the program launches. ArtifactError for one that is missing or for another GPU."""
+    kernels = {}
+    for name in dict.fromkeys(step.kernel for step in artifact.program.steps):
+        where = f"{artifact.path}/kernels/{name}"
+        try:
+            launch = json.loads(artifact.read(f"kernels/{name}.json"))["launch"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"{where}.json: expected a launch record, got {error}; compile the model again"
+            ) from None
+        record = parse_record(launch, f"{where}.json")
+        kernels[name] = Kernel(driver, record, artifact.read(f"kernels/{name}.cubin"), f"{where}.cubin")
+    return kernels
+
+
+def buckets(max_requests: int) -> list[int]:
+    """Numbers of requests that steps are padded to: 1, 2, 4, multiples of 8 up to 64, then of 16, and the most."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_requests, 16)]
+    return [size for size in sizes if size < max_requests] + [max_requests]
+
+
+def largest_steps(max_tokens: int, max_requests: int, max_pages: int) -> Iterator[dict[str, int]]:
+    """Sizes of steps, one of which needs the most memory: every number of requests, all else at its most."""
+    columns = 1 << (max_pages - 1).bit_length()
+    for requests in range(1, max_requests + 1):
+        yield {"T": max_tokens, "R": requests, "L": requests, "P": columns, "num_pages": 0}
+
+
+def _argument(argument: str | int | float, places: Mapping[str, int], sizes: Sizes) -> int | float:
+    """The address of a buffer, a number, or the value of an expression."""
+    if isinstance(argument, float):
+        return argument
+    if isinstance(argument, str) and argument in places:
+        return places[argument]
+    return sizes(argument)
+
+
+def _extended(array: NDArray[Any], size: int, value: int) -> NDArray[Any]:
+    """The array, followed by so many times the value that it has `size` elements."""
+    return np.concatenate([array, np.full(size - len(array), value, array.dtype)])
