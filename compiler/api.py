@@ -18,6 +18,7 @@ from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
 from octavo.compiler.capture import capture
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
@@ -34,7 +35,7 @@ from octavo.compiler.pipeline import (
 )
 from octavo.compiler.progress import Bars, progress_bars
 from octavo.compiler.step_rows import summary
-from octavo.compiler.target import Target, load_target
+from octavo.compiler.target import Target
 from octavo.compiler.version import VERSION
 from octavo.compiler.whole_model import check_whole_model
 
@@ -52,7 +53,7 @@ def compile(
     """Compile a causal language model for a target and return the artifact, opened.
 
     model      any nn.Module from token ids (1, T) to logits (1, T, vocab); Hugging Face models as they are
-    target     "cpu", "b200", ...: a file of compiler/targets
+    target     "cpu", "b200", ...: a file of compiler/targets; "auto": that of the GPU that is here, or cpu
     output     directory of the artifact; None keeps it in a temporary one, which goes with the artifact
     tokenizer  a Hugging Face tokenizer to pack with it, so that prompts may be text
     dump_weights  write the weights beside the graphs of `dump`, so that `octavo.resume` can go on from any
@@ -60,9 +61,9 @@ def compile(
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
     """
-    chosen = load_target(target)
+    chosen = resolve_target(target)
     options = CompileOptions(
-        target=target,
+        target=chosen.name,
         dtype=dtype or (None if chosen.family == "cpp" else "bf16"),
         page_size=page_size,
         max_model_len=max_model_len,

@@ -6,12 +6,12 @@ from torch import nn
 
 from octavo.compiler.api import with_dtype
 from octavo.compiler.capture import capture
+from octavo.compiler.device_target import resolve_target
 from octavo.compiler.options import CompileOptions, DType
 from octavo.compiler.pipeline import lower, settings_of
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import Report
 from octavo.compiler.step_rows import summary
-from octavo.compiler.target import load_target
 
 
 def check(
@@ -27,7 +27,7 @@ def check(
     Raises what `octavo.compile` would: CaptureError, PassError or IllegalGraphError, naming node, module and line.
     Options are described in CompileOptions.
     """
-    chosen = load_target(target)
+    chosen = resolve_target(target)
     options = CompileOptions(target=target, dtype=dtype, page_size=page_size, max_model_len=max_model_len)
     with progress_bars(progress) as bars:
         bars("capture")("torch.export", 0, 1)

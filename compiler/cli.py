@@ -48,7 +48,8 @@ def compile(
         Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="A machine; `octavo targets` lists them. Default: cpu.")
+        str | None,
+        typer.Option(help="A machine; `octavo targets` lists them; auto: the one here. Default: cpu."),
     ] = None,
     dtype: DTypeOption = None,
     page_size: PageSize = None,

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 from octavo.compiler.api import Job, check_options, finish, tokenizer_files_of
 from octavo.compiler.artifact import check_replaceable
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.dump_load import load_graph
 from octavo.compiler.dump_summary import SUMMARY, read_summary
@@ -39,7 +40,7 @@ def resume(
     """Compile on from a graph of a dump, behind the step that its name says, and return the artifact, opened.
 
     path       `dump/07_fuse_rms_norm.py`; a copy may be called `07_fuse_rms_norm.mine.py`
-    target     None: what the dump was made for
+    target     None: what the dump was made for; "auto" as in `octavo.compile`
     tokenizer  None: the one that was packed then
     verify     "full" compares the artifact with the logits of the graph in the file, not of the model
     dump       another directory than that of `path`
@@ -49,6 +50,7 @@ def resume(
     that is none of a dump, and what `octavo.compile` raises.
     """
     source = _Source.of(Path(path), pipeline)
+    target = None if target is None else resolve_target(target).name
     job = source.job(target, max_batch_tokens, verify, None if dump is None else Path(dump))
     check_options(job.options)
     directory = dump_directory(job.options, os.environ.get("OCTAVO_DUMP"))

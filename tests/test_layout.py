@@ -51,6 +51,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.checked_files": 2,
     "octavo.compiler.artifact": 2,
     "octavo.compiler.cost": 2,
+    "octavo.compiler.step_cost": 2,
     "octavo.passes": 3,
     "octavo.passes.pattern": 3,
     "octavo.passes.rewrite": 3,
@@ -76,6 +77,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.pipeline": 6,
     "octavo.compiler.build": 6,
     "octavo.compiler.report": 6,
+    "octavo.compiler.roofline": 2,
     "octavo.compiler.backend": 6,
     "octavo.compiler.backend_execute": 6,
     "octavo.compiler.backend_outputs": 6,
@@ -90,6 +92,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.api": 8,
     "octavo.compiler.resume": 8,
     "octavo.compiler.check": 8,
+    "octavo.compiler.device_target": 8,
     "octavo.compiler.chat": 8,
     "octavo.compiler.reproducer": 6,
     "octavo.compiler.bisect": 8,
@@ -118,6 +121,7 @@ LAZY_IMPORTS = {
     "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
     "compiler/cli_app.py": "bars are drawn by rich, which help does not wait for either",
     "compiler/cli_kernels.py": "as compiler/cli.py",
+    "compiler/roofline.py": "matplotlib is the plot extra",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 

@@ -2,13 +2,14 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from octavo.compiler import api
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.errors import OptionError
 from octavo.compiler.models import LoadedModel, load_model
@@ -16,7 +17,6 @@ from octavo.compiler.options import DType, Verify
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import seconds_line, size_text
 from octavo.compiler.resume import resume
-from octavo.compiler.target import load_target
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Choices:
 def run(choices: Choices) -> None:
     """Compile; tables and times go to standard error, the artifact's path to standard output."""
     if choices.target is not None:
-        load_target(choices.target)  # a name that is wrong is said before the model is loaded
+        # a name that is wrong is said before the model is loaded
+        choices = replace(choices, target=resolve_target(choices.target).name)
     output = _resume(choices) if choices.resume_from is not None else _compile(choices, str(choices.model))
     print(output)
 

@@ -47,5 +47,7 @@ def test_kernels(chat_artifact: Path, run: Run) -> None:
 
 def test_targets(run: Run) -> None:
     code, out, _ = run("targets")
-    assert code == 0 and "sm_100" in out and "cpu" in out
-    assert {t["name"] for t in json.loads(run("targets", "--json")[1])} >= {"b200", "b300", "cpu", "h100"}
+    assert code == 0 and "sm_100" in out and "cpu" in out and "\nauto: " in out
+    rows = json.loads(run("targets", "--json")[1])
+    assert {row["name"] for row in rows} >= {"b200", "b300", "cpu", "h100"}
+    assert sum(row["is_auto"] for row in rows) == 1
