@@ -9,6 +9,7 @@ from octavo.compiler.target import Target
 
 # A step of at most this many rows gets a kernel made for it; above the last, the persistent one.
 FEW_ROWS = (16, 64)
+MANY_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ def linear_tma_spec(product: Product, target: Target) -> KernelSpec:
 
 
 def few_rows_spec(product: Product, block_m: int, target: Target) -> KernelSpec:
-    """A stream of the weights. First tiles as tall as still gives every multiprocessor one, then others."""
+    """A stream of the weights in tiles as tall as still gives every multiprocessor one, or nearly so."""
     enough = target.sm_count or 1
     tallest = next((size for size in (128, 64) if ceil_div(product.n, size) >= enough), 32)
-    others = [size for size in (128, 64, 32) if size != tallest]
-    first, *candidates = (few_rows_form(product, block_m, block_n) for block_n in (tallest, *others))
+    others = [size for size in (2 * tallest, tallest // 2) if 32 <= size <= 128]
+    worthwhile = [size for size in others if 2 * ceil_div(product.n, size) >= enough]
+    first, *candidates = (few_rows_form(product, block_m, block_n) for block_n in (tallest, *worthwhile))
     return replace(first, candidates=tuple(candidates))
 
 
@@ -110,7 +112,8 @@ def few_rows_form(product: Product, block_m: int, block_n: int) -> KernelSpec:
 def many_rows_spec(product: Product, target: Target) -> KernelSpec:
     """The persistent kernel, warp-specialised where the tensor core reads its operands from shared memory.
 
-    Wider tiles load half as much for each operation, but there are fewer of them to share out.
+    Wider tiles load half as much for each operation, but there are fewer of them to share out: a candidate where a
+    step of MANY_ROWS has one for each multiprocessor.
     """
     if not target.tmem_columns:
         plain = many_rows_form(product, target, 128, is_specialised=False)
@@ -118,7 +121,8 @@ def many_rows_spec(product: Product, target: Target) -> KernelSpec:
     narrow, wide = (many_rows_form(product, target, block_n, is_specialised=True) for block_n in (128, 256))
     plain = many_rows_form(product, target, 128, is_specialised=False)
     narrow = replace(narrow, alternatives=(replace(narrow, num_stages=3), plain))
-    return replace(narrow, candidates=(wide,))
+    is_worthwhile = ceil_div(MANY_ROWS, 128) * ceil_div(product.n, 256) >= (target.sm_count or 1)
+    return replace(narrow, candidates=(wide,) * is_worthwhile)
 
 
 def many_rows_form(product: Product, target: Target, block_n: int, is_specialised: bool) -> KernelSpec:
@@ -151,8 +155,8 @@ def many_rows_form(product: Product, target: Target, block_n: int, is_specialise
 
 def linear_pointer_spec(product: Product) -> KernelSpec:
     """Kernels for up to 16 rows and for more, of any shape and dtype."""
-    few = pointer_spec(product, 16, 64, 64 if product.dtype == "bf16" else 32)
-    many = pointer_spec(product, 64, 64, 64 if product.dtype == "bf16" else 16)
+    few = pointer_spec(product, 16, 64, 32 if product.dtype == "fp32" else 64)
+    many = pointer_spec(product, 64, 64, 16 if product.dtype == "fp32" else 64)
     return in_order(replace(few, when=f"{product.rows} <= 16"), replace(many, when=f"{product.rows} > 16"))
 
 
@@ -171,7 +175,7 @@ def pointer_spec(product: Product, block_m: int, block_n: int, block_k: int) -> 
         product.kernel("linear_pointer", numbers, args),
         grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", "1"),
         iterations=f"({product.rows} + {block_m - 1}) // {block_m} * {turns}",
-        narrow_loads=product.k % 8 > 0,
+        narrow_loads=product.k * ITEM_BYTES[product.dtype] % 16 > 0,
         num_warps=4,
         num_stages=3,
     )

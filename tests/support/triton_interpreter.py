@@ -42,21 +42,26 @@ SCRATCH = {
 }  # fmt: skip
 _original_np_dtype = interpreter._get_np_dtype
 _original_patch_tensor = interpreter._patch_lang_tensor
+_original_patch_lang = interpreter._patch_lang
 _original_dot_scaled = TritonSemantic.dot_scaled
 # (first byte, last byte + 1) of each tensor of the running launch
 _allowed: list[tuple[int, int]] = []
+# Sets of Triton's modules, by id, that the running launch has patched.
+_patched: set[frozenset[int]] = set()
 
 
 def install() -> None:
     """Put the corrections in place, for the rest of the process."""
     interpreter._get_np_dtype = np_dtype
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter._patch_lang = patch_lang
     builder: Any = interpreter.InterpreterBuilder
     builder.create_masked_load = masked_load
     builder.create_masked_store = masked_store
     builder.cast_impl = cast
     builder.create_fp_to_fp = cast
     builder.create_bitcast = bitcast
+    builder.create_fma = fma
     builder.create_dot = dot
     builder.create_dot_scaled = dot_scaled
     builder.create_inline_asm = inline_asm
@@ -74,17 +79,18 @@ def launch(
 ) -> list[str]:
     """Run every launch of a node whose condition holds, in order; returns their templates.
 
-    tensors  by argument name; scratch is added, as nan, or as numbers of nothing
+    tensors  by argument name, and "behind x" what x holds addresses in; scratch is added, as nan, or as numbers of
+             nothing
     dims     the sizes of the step
     folder   where the rendered text may be put
     """
     held = dict(tensors)
+    for name, dtype, shape in spec.scratch:
+        held[name] = poisoned([evaluate(size, dims) for size in shape], dtype)
     ran = []
     for kernel in spec.launches:
         if not holds(kernel.when, dims):
             continue
-        for name, dtype, shape in kernel.scratch:
-            held[name] = poisoned([evaluate(size, dims) for size in shape], dtype)
         _run(kernel, held, dims, folder)
         ran.append(kernel.template)
     return ran
@@ -106,8 +112,10 @@ def _run(spec: KernelSpec, tensors: Mapping[str, Tensor], dims: Mapping[str, int
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     used = [tensors[arg.name] for arg in spec.args if arg.kind != "scalar"]
+    used += [tensors[name] for name in tensors if name.startswith("behind ")]
     values = [_value(arg, tensors, dims) for arg in spec.args]
     grid = tuple(evaluate(size, dims) for size in spec.grid)
+    _patched.clear()
     _allowed[:] = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in used]
     try:
         getattr(module, spec.name)[grid](*values, **constexprs(spec))
@@ -131,6 +139,15 @@ def np_dtype(dtype: Any) -> Any:
     if isinstance(element, tl.pointer_type):
         return _original_np_dtype(dtype)
     return NATIVE.get(element) or _original_np_dtype(dtype)
+
+
+def patch_lang(function: Any) -> Any:
+    """Once a launch for the modules that a function sees: the interpreter does it at every call in a kernel."""
+    seen = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+    if seen in _patched:
+        return None
+    _patched.add(seen)
+    return _original_patch_lang(function)
 
 
 def patch_tensor(tensor: Any, scope: Any = None, *rest: Any) -> None:
@@ -175,6 +192,13 @@ def cast(builder: Any, source: Any, dtype: Any, *rounding: Any) -> Any:
 
 def bitcast(builder: Any, source: Any, dtype: Any) -> Any:
     return interpreter.TensorHandle(np.ascontiguousarray(source.data).view(np_dtype(dtype)), dtype.scalar)
+
+
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """One rounding, not two: the product of two fp32 numbers is exact in fp64."""
+    with np.errstate(all="ignore"):
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
 
 def dot(builder: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
@@ -237,9 +261,17 @@ def fp16_pairs(codes: Array) -> Array:
     return pairs
 
 
+def saturated_fp16(x: Array) -> Array:
+    """cvt.rn.satfinite.f16x2.f32 of each operand by itself: nan stays."""
+    clipped: Array = np.clip(x.astype(np.float32), -65504.0, 65504.0).astype(np.float16)
+    return clipped
+
+
 ASSEMBLY: dict[str, Callable[..., Array]] = {
     r"cvt\.rn\.satfinite\.e2m1x2\.f32": lambda low, high: e2m1_codes(low) | (e2m1_codes(high) << 4),
     r"cvt\.rn\.f16x2\.e2m1x2": fp16_pairs,
+    r"cvt\.rn\.bf16x2\.f32": lambda values: values.astype(BF16),
+    r"cvt\.rn\.satfinite\.f16x2\.f32": saturated_fp16,
 }
 
 
@@ -267,20 +299,18 @@ def generic_reduce(self: Any, operands: Any) -> Any:
     operands, axis = self.unravel(operands, given)
     columns = [np.moveaxis(x.handle.data, axis, 0) for x in operands]
 
-    def tensors(index: int) -> tuple[Any, ...]:
-        parts = (column[index] for column in columns)
-        return tuple(
-            self.to_tensor(np.ascontiguousarray(p) if p.ndim else p.item(), x.dtype)
-            for p, x in zip(parts, operands, strict=True)
+    while columns[0].shape[0] > 1:  # neighbours at a time, which keeps their order; lengths are powers of two
+        sides = (
+            self.to_tensor(np.ascontiguousarray(column[start::2]), x.dtype)
+            for start in (0, 1)
+            for column, x in zip(columns, operands, strict=True)
         )
-
-    total = tensors(0)
-    for index in range(1, columns[0].shape[0]):
-        combined = self.combine_fn.fn(*total, *tensors(index))
-        total = combined if isinstance(combined, tuple) else (combined,)
+        combined = self.combine_fn.fn(*sides)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        columns = [part.handle.data for part in combined]
     results = []
-    for part, x in zip(total, operands, strict=True):
-        data = part.handle.data.reshape(columns[0].shape[1:])
+    for column, x in zip(columns, operands, strict=True):
+        data = column[0]
         if self.keep_dims:
             data = data.reshape((1,) * len(x.shape)) if given is None else np.expand_dims(data, axis)
         results.append(self.to_tensor(data if data.ndim else data.item(), x.dtype))
