@@ -26,17 +26,24 @@ def work_of(spec: KernelSpec, census: Mapping[str, int]) -> dict[str, Any]:
     """What a kernel has to do, for compiler/cost.py: expressions in the step's sizes, and numbers of one turn."""
     opcodes = base_opcodes(census)
     return {
+        **launch_of(spec),
+        "num_warps": spec.num_warps,
+        "num_stages": spec.num_stages,
+        "rate": next((rate for opcode, rate in RATES.items() if opcode in opcodes), "fp32"),
+        "turn_bytes": turn_bytes(spec),
+        "turn_flops": turn_flops(spec),
+    }
+
+
+def launch_of(spec: KernelSpec) -> dict[str, Any]:
+    """The part of a kernel's work that one launch of it may have other than the next."""
+    return {
         "bytes": spec.bytes,
         "flops": spec.flops,
         "iterations": spec.iterations,
         "tiles": spec.tiles,
         "grid": list(spec.grid),
         "when": spec.when,
-        "num_warps": spec.num_warps,
-        "num_stages": spec.num_stages,
-        "rate": next((rate for opcode, rate in RATES.items() if opcode in opcodes), "fp32"),
-        "turn_bytes": turn_bytes(spec),
-        "turn_flops": turn_flops(spec),
     }
 
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from octavo.codegen.build_cpp import program_source
 from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.emit import emit
-from octavo.codegen.evidence import evidence_row
+from octavo.codegen.evidence import evidence_row, launch_of
 from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.codegen.select import Selection, select
 from octavo.compiler.artifact import Artifact
@@ -70,7 +70,7 @@ def build(
     if target.family == "cpp":
         _build_host(built, program, launches, progress)
     else:
-        _add_kernels(built, kernels)
+        _add_kernels(built, kernels, [launch for spec in specs.values() for launch in spec.launches])
     return built
 
 
@@ -147,9 +147,16 @@ def _build_host(
     built.files["kernels/features"] = features.encode()
 
 
-def _add_kernels(built: Built, kernels: list[Kernel]) -> None:
+def _add_kernels(built: Built, kernels: list[Kernel], launches: list[KernelSpec]) -> None:
+    """works: what each distinct launch of the kernel has to do; the last norm has fewer rows than the others."""
+    other: dict[str, dict[str, dict[str, Any]]] = {}
+    for launch in launches:
+        other.setdefault(launch.name, {})[str((launch.grid, launch.when))] = launch_of(launch)
     for kernel in kernels:
-        name = kernel.spec.name
+        name, work = kernel.spec.name, kernel.metadata["work"]
+        own = str((kernel.spec.grid, kernel.spec.when))
+        others = [{**work, **launch} for key, launch in other[name].items() if key != own]
+        kernel.metadata["works"] = [work, *others]
         assert kernel.binary is not None, f"{name} was not built"
         built.files[f"kernels/{name}.py"] = kernel.source.encode()
         built.files[f"kernels/{name}.cubin"] = kernel.binary

@@ -88,8 +88,8 @@ class Occupancy:
 class Estimate:
     """A launch at one point. Times in seconds.
 
-    bound      the greatest part of the time: memory, "in flight" (too few bytes asked for at once), matrix,
-               copies (into shared memory) or issue (of instructions)
+    bound      the greatest part of the time: start (of the launch), memory, "in flight" (too few bytes asked for
+               at once), matrix, copies (into shared memory) or issue (of instructions)
     in_flight  bytes on their way into a multiprocessor; 0 where nothing is loaded ahead
     """
 
@@ -229,7 +229,8 @@ def estimate(
     bound = max(parts, key=lambda name: parts[name])
     floor = max(num_bytes / target.hbm_bytes_per_s, flops / rate)
     on_each = -(-resident // target.sm_count) * in_flight
-    return Estimate(programs, num_bytes, flops, on_each, floor, start_s + parts[bound], bound)
+    shown = "start" if parts[bound] < start_s else bound
+    return Estimate(programs, num_bytes, flops, on_each, floor, start_s + parts[bound], shown)
 
 
 def issue_clocks(figures: Figures, tiles: int, turns: int) -> float:

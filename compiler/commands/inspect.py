@@ -1,4 +1,4 @@
-"""`octavo inspect` and `octavo kernels`: what an artifact holds, read without torch."""
+"""`octavo inspect`: what an artifact holds, read without torch."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from octavo.compiler.artifact import Artifact
-from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import evaluate
 from octavo.compiler.report import Report, plain_table, size_text, titled
-from octavo.runtime.model_runner import FEATURES, page_bytes
+from octavo.runtime.model_runner import page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
 
@@ -76,30 +75,3 @@ def _files(artifact: Artifact) -> RenderableType:
     for name, entry in sorted(artifact.files.items()):
         table.add_row(name, size_text(entry.num_bytes), entry.sha256[:12])
     return titled(title, table)
-
-
-def show_kernels(path: Path, as_json: bool) -> None:
-    """Evidence about every distinct kernel, and what a cpu program was built for."""
-    artifact = Artifact.open(path)
-    report = Report.of(artifact)
-    features = artifact.read(FEATURES).decode().strip() if FEATURES in artifact.files else None
-    if as_json:
-        rows = [{**row, **_evidence(artifact, row["name"])} for row in report.data["kernels"]]
-        facts = {"target": artifact.manifest["target"], "features": features, "kernels": rows}
-        print(json.dumps({**facts, "selections": report.data["selections"]}, indent=1))
-        return
-    Console(highlight=False).print(report.kernel_table())
-    if features is not None:
-        print(f"built for {features}; the source is {artifact.path}/kernels/program.cpp")
-
-
-def _evidence(artifact: Artifact, name: str) -> dict[str, Any]:
-    """The record of a GPU kernel's build: its launch, the whole census, the forms that were refused."""
-    file = f"kernels/{name}.json"
-    if file not in artifact.files:
-        return {}
-    try:
-        record = json.loads(artifact.read(file))
-    except ValueError as error:
-        raise ArtifactError(f"{artifact.path}/{file}: expected JSON, got: {error}") from None
-    return {"record": record}
