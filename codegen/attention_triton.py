@@ -1,19 +1,33 @@
-"""Paged attention of the Triton family: kernels for steps of one token per request, and for all others."""
+"""Paged attention of the Triton family: kernels for steps of one token per request, of few, and for all others."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.linear_triton import with_param, with_stages
-from octavo.codegen.specs_triton import Heads, in_order, number, pointer, power_of_2
-from octavo.compiler.program import ITEM_BYTES
+from octavo.codegen.quantize_triton import has_fp4_conversion
+from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, tiles
+from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.expression import at_most
 from octavo.compiler.target import Target
 
 MAX_SPLITS = 32
+MAX_TREE = 64
+# Rows of a tile of few tokens per request: a token more of every request costs no further pass over the pages.
+MAX_FEW_ROWS = 64
+# Bytes of shared memory that the tiles of 128 keys of one program take: 16 bits, heads of 128, two in flight.
+LARGE_TILES = 73764
+_QUANTIZED = ("fp8", "nvfp4")
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One paged attention: softmax(softcap(q k^T * scale) + slopes * distance, masked) v over pages."""
+    """One paged attention: softmax(softcap(q k^T * scale) + slopes * distance, masked) v over pages.
+
+    pages         what they hold: "" the dtype of q, "fp8" (E4M3) with one multiplier, "nvfp4" E2M1 codes with
+                  linear E4M3 scales and one multiplier
+    query_length  new tokens per request up to which the context is split among programs; speculation has several
+    tree          a mask for each new token says which new tokens it sees
+    """
 
     heads: Heads
     dtype: str
@@ -22,47 +36,118 @@ class Attention:
     softcap: float = 0.0
     sinks: bool = False
     slopes: bool = False
+    pages: str = ""
+    query_length: int = 1
+    tree: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads.head_dim, self.heads.value_dim)
+        if self.pages == "nvfp4" and any(size % 16 for size in sizes):
+            raise ValueError(f"expected head sizes in whole blocks of 16 for NVFP4 pages, got {sizes}")
+        if self.tree and self.slopes:
+            raise ValueError(
+                "expected no slopes beside a tree: keys of a branch are not in the order of the pages"
+            )
+        if self.tree and 0 < self.window < MAX_TREE:
+            raise ValueError(f"expected a window of {MAX_TREE} at least beside a tree, got {self.window}")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.pages in _QUANTIZED
+
+    @property
+    def operand(self) -> str:
+        """The dtype of what is multiplied."""
+        return "fp16" if self.is_quantized else self.dtype
 
     @property
     def params(self) -> tuple[tuple[str, Param], ...]:
         return (
-            ("dtype", self.dtype), ("softcap", self.softcap > 0.0), ("sinks", self.sinks),
-            ("slopes", self.slopes), ("SCALE", self.scale), ("SOFTCAP", self.softcap), ("WINDOW", self.window),
-            *self.heads.params,
+            ("dtype", self.dtype), ("pages", self.pages), ("softcap", self.softcap > 0.0),
+            ("slopes", self.slopes), ("tree", self.tree), ("SCALE", self.scale), ("SOFTCAP", self.softcap),
+            ("WINDOW", self.window), *self.heads.params,
         )  # fmt: skip
 
     @property
     def label(self) -> str:
         marks = (
-            [f"w{self.window}"] * bool(self.window) + ["cap"] * bool(self.softcap) + ["sinks"] * self.sinks
+            [self.pages] * self.is_quantized + [f"w{self.window}"] * bool(self.window)
+            + ["cap"] * bool(self.softcap) + ["sinks"] * self.sinks + ["slopes"] * self.slopes + ["tree"] * self.tree
+        )  # fmt: skip
+        return "_".join((self.dtype, self.heads.label, *marks))
+
+    @property
+    def is_wide(self) -> bool:
+        return max(self.heads.head_dim, self.heads.value_dim) > 128
+
+    @property
+    def has_narrow_rows(self) -> bool:
+        """Whether rows of the pages, or of their scales, are no whole number of pieces of 4 bytes."""
+        sizes = (self.heads.head_dim, self.heads.value_dim)
+        bits = {"fp8": 8, "nvfp4": 0.5}.get(self.pages, ITEM_BYTES[self.dtype] * 8)
+        return any(size * bits % 32 for size in sizes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in the pages, all kv heads: keys and values with their scales."""
+        width = self.heads.num_kv_heads * (self.heads.head_dim + self.heads.value_dim)
+        if self.pages == "nvfp4":
+            return width // 2 + width // 16
+        return width * (1 if self.pages == "fp8" else ITEM_BYTES[self.dtype])
+
+    def cache_args(self, block_n: int) -> tuple[Arg, ...]:
+        """q, the pages as pointers, or as tensor maps of `block_n` rows unless 0, their scales, table and lengths."""
+        kind = {"": self.dtype, "fp8": "fp8", "nvfp4": "u8"}[self.pages]
+        args = [pointer("q", self.dtype)]
+        for name, size in (("k_cache", self.heads.head_dim), ("v_cache", self.heads.value_dim)):
+            pack = 2 if self.pages == "nvfp4" else 1
+            shape = (f"num_pages * {self.heads.num_kv_heads}", self.heads.page_size, size // pack)
+            block = (1, block_n, power_of_2(size, 16) // pack)
+            args.append(tiles(name, kind, shape, block) if block_n else pointer(name, kind))
+        if self.pages == "nvfp4":
+            args += [pointer(name, "fp8") for name in ("k_scales", "v_scales")]
+        if self.is_quantized:
+            args += [pointer(name, "fp32") for name in ("k_scale", "v_scale")]
+        return (*args, pointer("page_table", "i32"), pointer("seq_lens", "i32"))
+
+    def mask_args(self, has_sinks: bool) -> tuple[Arg, ...]:
+        return (
+            *[pointer("tree", "i64")] * self.tree,
+            *[pointer("sinks", self.dtype)] * (has_sinks and self.sinks),
+            *[pointer("slopes", "fp32")] * self.slopes,
         )
-        return "_".join((self.dtype, self.heads.label, *marks, *["slopes"] * self.slopes))
 
-    @property
-    def cache_args(self) -> tuple[Arg, ...]:
-        floats = tuple(pointer(name, self.dtype) for name in ("q", "k_cache", "v_cache"))
-        return (*floats, pointer("page_table", "i32"), pointer("seq_lens", "i32"))
 
-    @property
-    def sinks_args(self) -> tuple[Arg, ...]:
-        return (pointer("sinks", self.dtype),) if self.sinks else ()
+@dataclass(frozen=True)
+class Form:
+    """Numbers of a kernel that leave its result alone: keys per tile, warps, tiles in flight, how pages come."""
 
-    @property
-    def slopes_args(self) -> tuple[Arg, ...]:
-        return (pointer("slopes", "fp32"),) if self.slopes else ()
+    block_n: int
+    num_warps: int
+    stages: int
+    tma: bool = False
+    specialised: bool = False
 
 
 def attention_spec(attention: Attention, target: Target) -> KernelSpec:
-    """Split-context kernels where every request has one token: T == R says so, as none comes without."""
+    """Split-context kernels where every request has one token: T == R says so, as none comes without.
+
+    With a query_length above 1 there is one more of them, for steps of up to so many tokens per request.
+    """
     splits = max_splits(attention, target)
-    decode = replace(decode_spec(attention, splits), when="T == R")
-    combine = replace(combine_spec(attention, splits), when="T == R")
-    return in_order(decode, combine, replace(prefill_spec(attention), when="T > R"))
+    few = f"T <= {attention.query_length} * R"
+    launches = [replace(decode_spec(attention, target, splits), when="T == R")]
+    if attention.query_length > 1:
+        launches.append(replace(few_tokens_spec(attention, target, splits), when=f"T > R and {few}"))
+    launches.append(replace(combine_spec(attention, splits), when=few if len(launches) > 1 else "T == R"))
+    many = f"T > {attention.query_length} * R" if attention.query_length > 1 else "T > R"
+    return in_order(*launches, replace(prefill_spec(attention, target), when=many))
 
 
 def max_splits(attention: Attention, target: Target) -> int:
-    """Parts that give every multiprocessor two programs when there is one request."""
-    return min(max(2 * (target.sm_count or 1) // attention.heads.num_kv_heads, 1), MAX_SPLITS)
+    """Parts that give every multiprocessor two programs when there is one request, a tile each at least."""
+    splits = min(max(2 * (target.sm_count or 1) // attention.heads.num_kv_heads, 1), MAX_SPLITS)
+    return min(splits, ceil_div(attention.window, 64) + 1) if attention.window else splits
 
 
 def num_splits(splits: int) -> str:
@@ -70,41 +155,74 @@ def num_splits(splits: int) -> str:
     return f"1 + {splits} * P // ({splits} + R * P)"
 
 
-def decode_spec(attention: Attention, splits: int) -> KernelSpec:
-    heads, item = attention.heads, ITEM_BYTES[attention.dtype]
-    is_wide = max(heads.head_dim, heads.value_dim) > 128
-    block_g = power_of_2(heads.group, 16)
-    block_n = 32 if is_wide or attention.dtype == "fp32" else 64
-    parts = num_splits(splits)
-    token_bytes = heads.num_kv_heads * (heads.head_dim + heads.value_dim) * item
-    spec = KernelSpec(
-        op="paged_attention",
+def decode_spec(attention: Attention, target: Target, splits: int) -> KernelSpec:
+    """A token of every request."""
+    rows = power_of_2(attention.heads.group, 16)
+    forms = few_rows_forms(attention, target)
+    return _first(*(split_spec(attention, target, splits, rows, form, False) for form in forms))
+
+
+def few_tokens_spec(attention: Attention, target: Target, splits: int) -> KernelSpec:
+    """Any tokens of every request, best for so many as fill the rows of a tile: query_length, or MAX_FEW_ROWS."""
+    group = attention.heads.group
+    rows = max(power_of_2(group * attention.query_length, 16), 16)
+    rows = max(min(rows, MAX_FEW_ROWS), power_of_2(group, 16))
+    forms = few_rows_forms(attention, target)
+    return _first(*(split_spec(attention, target, splits, rows, form, True) for form in forms))
+
+
+def few_rows_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
+    """Best first. A large group has as many rows as a prefill tile, and asks for as many registers.
+
+    Tensor maps save a third of the instructions on 16-bit pages, a fifth on FP8. Tiles of 128 keys save as much
+    again where shared memory holds several programs; FP8 pages would need 200 registers for them.
+    """
+    block_n = 32 if attention.is_wide or attention.dtype == "fp32" else 64
+    plain = (*(Form(block_n, 4, stages) for stages in (3, 2, 1)), Form(16, 8, 1))
+    if not takes_tma(attention, block_n):
+        return plain
+    tma = (Form(block_n, 4, 3, tma=True), Form(block_n, 4, 2, tma=True))
+    is_large = block_n == 64 and attention.pages != "fp8" and (target.smem_bytes or 0) >= 2 * LARGE_TILES
+    large = (Form(128, 4, 3, tma=True),) if is_large and takes_tma(attention, 128) else ()
+    return (*large, *tma, *plain)
+
+
+def takes_tma(attention: Attention, block_n: int) -> bool:
+    """Whether a tile lies in one page, and rows have whole pieces of 16 bytes."""
+    heads = attention.heads
+    bits = {"fp8": 8, "nvfp4": 4}.get(attention.pages, ITEM_BYTES[attention.dtype] * 8)
+    is_whole = all(size * bits % 128 == 0 for size in (heads.head_dim, heads.value_dim))
+    return heads.page_size % block_n == 0 and is_whole
+
+
+def split_spec(
+    attention: Attention, target: Target, splits: int, rows: int, form: Form, is_ragged: bool
+) -> KernelSpec:
+    heads, parts = attention.heads, num_splits(splits)
+    q_bytes = heads.num_heads * (heads.head_dim * ITEM_BYTES[attention.dtype] + heads.value_dim * 4)
+    return _spec(
+        attention, target, form, rows,
         template="triton/paged_attention_decode.py.jinja",
-        params=(
-            *attention.params, ("BLOCK_G", block_g), ("BLOCK_N", block_n), *heads.blocks, ("STAGES", 3),
-        ),
+        params=(("ragged", is_ragged), ("BLOCK_G", rows)),
         args=(
-            *attention.cache_args,
-            *attention.slopes_args,
+            *attention.cache_args(form.block_n * form.tma),
+            *[pointer("cu_seqlens_q", "i32")] * is_ragged,
+            *attention.mask_args(has_sinks=False),
             pointer("partial", "fp32"),
             pointer("lse", "fp32"),
+            *[number("num_requests", "R")] * is_ragged,
             number("max_pages", "P"),
             number("num_splits", parts),
         ),
-        grid=("R", str(heads.num_kv_heads), parts),
-        bytes=f"S * {token_bytes} + R * {heads.num_heads * (heads.head_dim * item + heads.value_dim * 4)}",
-        flops=f"S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}",
-        num_warps=4,
-        num_stages=3,
-        label=attention.label,
+        grid=(f"T // {rows // heads.group} + R" if is_ragged else "R", str(heads.num_kv_heads), parts),
+        bytes=f"S * {attention.token_bytes} + T * {q_bytes}",
+        flops=f"S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}" + " * T // R" * is_ragged,
+        iterations=f"({_keys(attention)} // {form.block_n} + R) * {heads.num_kv_heads}",
         scratch=(
-            ("partial", "fp32", ("R", heads.num_heads, parts, heads.value_dim)),
-            ("lse", "fp32", ("R", heads.num_heads, parts)),
+            ("partial", "fp32", ("T", heads.num_heads, parts, heads.value_dim)),
+            ("lse", "fp32", ("T", heads.num_heads, parts)),
         ),
     )  # fmt: skip
-    # a large group has as many rows as a prefill tile, and asks for as many registers
-    last = replace(with_param(with_param(spec, "BLOCK_N", 16), "STAGES", 1), num_warps=8, num_stages=1)
-    return replace(spec, alternatives=(*with_stages(spec, 2, 1).alternatives, last))
 
 
 def combine_spec(attention: Attention, splits: int) -> KernelSpec:
@@ -119,59 +237,108 @@ def combine_spec(attention: Attention, splits: int) -> KernelSpec:
             ("VALUE_DIM", heads.value_dim), ("BLOCK_S", block_s), ("BLOCK_V", block_v),
         ),
         args=(
-            pointer("partial", "fp32"), pointer("lse", "fp32"), *attention.sinks_args,
-            pointer("out", attention.dtype), number("num_splits", parts),
+            pointer("partial", "fp32"), pointer("lse", "fp32"),
+            *[pointer("sinks", attention.dtype)] * attention.sinks, pointer("out", attention.dtype),
+            number("num_splits", parts),
         ),
-        grid=(f"R * {heads.num_heads}", "1", "1"),
-        bytes=f"R * {heads.num_heads * row_bytes}",
-        flops=f"R * {2 * heads.num_heads * heads.value_dim}",
+        grid=(f"T * {heads.num_heads}", "1", "1"),
+        bytes=f"T * {heads.num_heads * row_bytes}",
+        flops=f"T * {2 * heads.num_heads * heads.value_dim}",
         num_warps=4,
         label=f"{attention.dtype}_h{heads.num_heads}_d{heads.value_dim}{'_sinks' if attention.sinks else ''}",
     )  # fmt: skip
 
 
-def prefill_spec(attention: Attention) -> KernelSpec:
+def prefill_spec(attention: Attention, target: Target) -> KernelSpec:
     """flops are those of T queries that see S keys between them; a causal square needs half."""
-    heads, item = attention.heads, ITEM_BYTES[attention.dtype]
-    block_m = 128 if attention.dtype == "bf16" else max(power_of_2(heads.group), 32)
-    spec = KernelSpec(
-        op="paged_attention",
+    return _first(*(whole_spec(attention, target, form) for form in prefill_forms(attention, target)))
+
+
+def whole_spec(attention: Attention, target: Target, form: Form) -> KernelSpec:
+    heads = attention.heads
+    rows = 128 if attention.operand != "fp32" else max(power_of_2(heads.group), 32)
+    row_bytes = heads.num_heads * (heads.head_dim + heads.value_dim) * ITEM_BYTES[attention.dtype]
+    tokens = rows // heads.group
+    # that a tile sees of each request: half of the new ones and all before them
+    keys = _keys(attention) if attention.window else "(S - T // 2)"
+    return _spec(
+        attention, target, form, rows,
         template="triton/paged_attention_prefill.py.jinja",
-        params=(*attention.params, ("BLOCK_M", block_m), *heads.blocks),
+        params=(("ragged", True), ("sinks", attention.sinks), ("BLOCK_M", rows)),
         args=(
-            *attention.cache_args,
+            *attention.cache_args(form.block_n * form.tma),
             pointer("cu_seqlens_q", "i32"),
-            *attention.sinks_args,
-            *attention.slopes_args,
+            *attention.mask_args(has_sinks=True),
             pointer("out", attention.dtype),
             number("num_requests", "R"),
             number("max_pages", "P"),
         ),
-        grid=(f"T // {block_m // heads.group} + R", str(heads.num_kv_heads), "1"),
-        bytes=f"S * {heads.num_kv_heads * (heads.head_dim + heads.value_dim) * item}"
-        f" + T * {heads.num_heads * (heads.head_dim + heads.value_dim) * item}",
+        grid=(f"T // {tokens} + R", str(heads.num_kv_heads), "1"),
+        bytes=f"S * {attention.token_bytes} + T * {row_bytes}",
         flops=f"T * S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}",
-        label=attention.label,
-        features=("mma_16bit",) if attention.dtype == "bf16" else (),
-    )
-    first, *others = (prefill_form(spec, *form) for form in prefill_forms(attention))
-    return replace(first, alternatives=tuple(others))
+        iterations=f"(T // {tokens} + R) * ({keys} // (R * {form.block_n}) + 1) * {heads.num_kv_heads}",
+    )  # fmt: skip
 
 
-def prefill_forms(attention: Attention) -> tuple[tuple[int, int, int], ...]:
-    """(keys per tile, warps, tiles in flight), best first.
+def prefill_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
+    """Best first.
 
-    Small heads leave a thread the registers for a whole row of scores: 4 warps then need no exchange between
-    them, and 8 are held to 128 registers, which spill.
+    Warps that each do one part of the work need the accumulator out of their registers, in tensor memory, and
+    leave few for more than masks: nothing but sinks. Otherwise pages come by pointers, which cost 8 warps no more
+    than tensor maps. Small heads leave a thread the registers for a whole row of scores: 4 warps then need no
+    exchange between them, and 8 are held to 128 registers, which spill.
     """
-    if attention.dtype == "fp32":
-        return (32, 8, 3), (32, 8, 2), (16, 8, 2), (16, 8, 1), (16, 16, 1)
-    wide, narrow = ((64, 8, 3), (64, 8, 2)), ((32, 8, 3), (32, 8, 2), (32, 8, 1), (16, 8, 1))
-    few_warps = ((64, 4, 3), (64, 4, 2))
-    is_small = max(attention.heads.head_dim, attention.heads.value_dim) <= 64
-    return (*few_warps, *wide, *narrow) if is_small else (*wide, *few_warps, *narrow)
+    if attention.operand == "fp32":
+        return Form(32, 8, 3), Form(32, 8, 2), Form(16, 8, 2), Form(16, 8, 1), Form(16, 16, 1)
+    heads = attention.heads
+    wide = (Form(64, 8, 3), Form(64, 8, 2))
+    narrow = (Form(32, 8, 3), Form(32, 8, 2), Form(32, 8, 1), Form(16, 8, 1))
+    few_warps = (Form(64, 4, 3), Form(64, 4, 2))
+    is_small = max(heads.head_dim, heads.value_dim) <= 64
+    plain = (*few_warps, *wide, *narrow) if is_small else (*wide, *few_warps, *narrow)
+    has_extras = attention.is_quantized or attention.window or attention.softcap or attention.slopes
+    if not target.tmem_columns or has_extras or attention.tree or attention.is_wide:
+        return plain
+    specialised = Form(64, 4, 3, tma=True, specialised=True)
+    return (specialised, *plain) if takes_tma(attention, specialised.block_n) else plain
 
 
-def prefill_form(spec: KernelSpec, block_n: int, num_warps: int, stages: int) -> KernelSpec:
-    sized = with_param(with_param(spec, "BLOCK_N", block_n), "STAGES", stages)
-    return replace(sized, num_warps=num_warps, num_stages=stages)
+def reads_scale_words(attention: Attention, form: Form) -> bool:
+    """Whether a program takes the scales of NVFP4 pages four at a time: where a thread has fewer for itself."""
+    size = min(attention.heads.head_dim, attention.heads.value_dim)
+    is_few = form.block_n * size // 16 < 4 * 32 * form.num_warps
+    return attention.pages == "nvfp4" and is_few and not attention.has_narrow_rows
+
+
+def _keys(attention: Attention) -> str:
+    """Keys that a token of every request sees, together."""
+    return f"({at_most('S', f'(R * {attention.window})')})" if attention.window else "S"
+
+
+def _spec(attention: Attention, target: Target, form: Form, rows: int, **rest: Any) -> KernelSpec:
+    """What the kernels over pages share; rows are those of a tile."""
+    has_conversion = has_fp4_conversion(target)
+    params = (
+        *attention.params, ("tma", form.tma), ("warp_specialize", form.specialised),
+        ("scale_words", reads_scale_words(attention, form)), *rest.pop("params"), ("HW", has_conversion),
+        ("BLOCK_N", form.block_n), *attention.heads.blocks, ("STAGES", form.stages),
+    )  # fmt: skip
+    return KernelSpec(
+        op="paged_attention",
+        params=params,
+        num_warps=form.num_warps,
+        num_stages=form.stages,
+        label=attention.label,
+        features=(
+            *["tma_load"] * form.tma,
+            *["mma_16bit"] * (rows >= 64 and attention.operand != "fp32"),
+            *["fp4_convert"] * (attention.pages == "nvfp4" and has_conversion),
+            *["fp8_convert"] * attention.is_quantized,
+        ),
+        narrow_loads=attention.has_narrow_rows,
+        **rest,
+    )
+
+
+def _first(first: KernelSpec, *others: KernelSpec) -> KernelSpec:
+    return replace(first, alternatives=others)

@@ -60,7 +60,7 @@ def run(
         "q": q[0], "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "seq_lens": seq_lens,
         "cu_seqlens_q": starts, "sinks": sinks, "slopes": slopes, "out": out,
     }  # fmt: skip
-    dims = {"T": tokens, "R": len(lengths), "P": table.shape[1]}
+    dims = {"T": tokens, "R": len(lengths), "P": table.shape[1], "num_pages": len(caches[0])}
     ran = launch(attention_spec(attention, TARGET), tensors, dims)
     expected = paged_attention(
         q.double(), caches[0].double(), caches[1].double(), table, seq_lens, starts,
