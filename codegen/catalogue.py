@@ -1,6 +1,20 @@
 """Every corner of every Triton template, family by family: what `octavo kernels --check` builds."""
 
-from octavo.codegen import quantize_triton
+from octavo.codegen import (
+    attention_corners,
+    kv_quantize_triton,
+    linear_corners,
+    norm_quantize_triton,
+    quantize_triton,
+    row_corners,
+)
 from octavo.codegen.corner import Corner
 
-CORNERS: tuple[Corner, ...] = (*quantize_triton.CORNERS,)
+CORNERS: tuple[Corner, ...] = (
+    *quantize_triton.CORNERS,
+    *norm_quantize_triton.CORNERS,
+    *kv_quantize_triton.CORNERS,
+    *row_corners.CORNERS,
+    *linear_corners.CORNERS,
+    *attention_corners.CORNERS,
+)

@@ -84,8 +84,8 @@ def rms_norm_spec(
         op="add_rms_norm" if residual else "rms_norm",
         template="triton/rms_norm.py.jinja",
         params=(
-            ("dtype", dtype), ("residual", residual), ("EPS", eps), ("OFFSET", offset), ("HIDDEN", hidden),
-            ("BLOCK", block),
+            ("dtype", dtype), ("residual", residual), ("quantize", ""), ("by_token", False), ("keep", True),
+            ("EPS", eps), ("OFFSET", offset), ("HIDDEN", hidden), ("BLOCK", block),
         ),
         args=tuple(
             pointer(name, weight_dtype if name == "weight" and weight_dtype else dtype)
@@ -231,7 +231,7 @@ def kv_write_spec(count: Dim, heads: Heads, dtype: str) -> KernelSpec:
     return KernelSpec(
         op="kv_write",
         template="triton/kv_write.py.jinja",
-        params=(("dtype", dtype), *shape, ("BLOCK_H", block_h), *heads.blocks),
+        params=(("dtype", dtype), ("pages", ""), *shape, ("BLOCK_H", block_h), *heads.blocks, ("HW", False)),
         args=(*(pointer(name, dtype) for name in names), pointer("slot_mapping", "i64")),
         grid=(str(count), "1", "1"),
         bytes=f"({count}) * {2 * width * ITEM_BYTES[dtype] + 8}",
@@ -243,7 +243,7 @@ def kv_write_spec(count: Dim, heads: Heads, dtype: str) -> KernelSpec:
 def rope_kv_write_spec(
     count: Dim, heads: Heads, rotary_dim: int, dtype: str, interleaved: bool
 ) -> KernelSpec:
-    block_g = power_of_2(heads.group + 1)
+    block_g = power_of_2(heads.group)
     width = (heads.num_heads + heads.num_kv_heads) * heads.head_dim + heads.num_kv_heads * heads.value_dim
     tables = tuple(pointer(name, dtype) for name in ("qkv", "cos_table", "sin_table"))
     indices = tuple(pointer(name, "i64") for name in ("positions", "slot_mapping"))
@@ -252,8 +252,8 @@ def rope_kv_write_spec(
         op="rope_kv_write",
         template="triton/rope_kv_write.py.jinja",
         params=(
-            ("dtype", dtype), ("interleaved", interleaved), *heads.params, ("ROTARY_DIM", rotary_dim),
-            ("BLOCK_G", block_g), *heads.blocks,
+            ("dtype", dtype), ("pages", ""), ("interleaved", interleaved), *heads.params,
+            ("ROTARY_DIM", rotary_dim), ("BLOCK_G", block_g), *heads.blocks, ("HW", False),
         ),
         args=(*tables, *indices, *results),
         grid=(str(count), str(heads.num_kv_heads), "1"),
