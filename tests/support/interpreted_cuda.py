@@ -38,11 +38,7 @@ class InterpretingDriver(RecordingDriver):
         function, record = self._load(launched.function)
         assert launched.launch.threads == 32 * record["num_warps"]
         arguments, used = self._arguments(record["parameters"], list(launched.parameters))
-        triton_interpreter._allowed[:] = used
-        try:
-            function[launched.launch.grid](*arguments, **record["constexprs"])
-        finally:
-            triton_interpreter._allowed.clear()
+        triton_interpreter.call(function, launched.launch.grid, arguments, record["constexprs"], used)
 
     def _load(self, name: str) -> tuple[Any, dict[str, Any]]:
         """The kernel's function from its source, and its launch record."""

@@ -23,7 +23,7 @@ from triton.language.semantic import TritonSemantic
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.codegen.build_triton import constexprs
-from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.render import render
 from octavo.compiler.expression import evaluate, holds
 
@@ -115,10 +115,19 @@ def _run(spec: KernelSpec, tensors: Mapping[str, Tensor], dims: Mapping[str, int
     used += [tensors[name] for name in tensors if name.startswith("behind ")]
     values = [_value(arg, tensors, dims) for arg in spec.args]
     grid = tuple(evaluate(size, dims) for size in spec.grid)
+    allowed = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in used]
+    call(getattr(module, spec.name), grid, values, constexprs(spec), allowed)
+
+
+def call(
+    function: Any, grid: tuple[int, ...], values: list[Any], numbers: Mapping[str, Param],
+    allowed: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """One launch of a kernel's function. allowed: the memory that it may touch, (first byte, last byte + 1)."""
     _patched.clear()
-    _allowed[:] = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in used]
+    _allowed[:] = allowed
     try:
-        getattr(module, spec.name)[grid](*values, **constexprs(spec))
+        function[grid](*values, **numbers)
     finally:
         _allowed.clear()
 
