@@ -1,6 +1,8 @@
 """A model compiled for a B200 and served by CudaRunner: its own kernels, over memory that holds nan where it may."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +12,19 @@ from interpreted_cuda import InterpretingDriver
 from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from octavo.codegen.build_triton import build_kernels
+from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.compiler.api import compile
 from octavo.compiler.artifact import Artifact
+from octavo.compiler.target import Target
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda_runner import CudaRunner
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import SamplingParams
 
 PAGE_SIZE, VOCAB, NUM_PAGES = 16, 96, 12
-PROMPTS = [[5, 6, 7], list(range(20, 39)), [90]]
-NUM_TOKENS = 4
+PROMPTS = [[5, 6, 7], list(range(20, 37)), [90]]
+NUM_TOKENS = 3
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +41,17 @@ def model() -> LlamaForCausalLM:
     return model.to(torch.bfloat16).eval()
 
 
+def build_one_form(specs: Sequence[KernelSpec], target: Target, progress: Any) -> list[Kernel]:
+    """The first form of each kernel: which is the fastest does not matter here."""
+    return build_kernels([replace(spec, candidates=()) for spec in specs], target, progress)
+
+
 @pytest.fixture(scope="module")
 def artifact(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     folder = tmp_path_factory.mktemp("llama")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OCTAVO_CACHE", str(folder / "cache"))
+        patch.setattr("octavo.compiler.build.build_kernels", build_one_form)
         return compile(
             model, "b200", output=folder / "artifact", page_size=PAGE_SIZE, max_batch_tokens=64, verify="off"
         ).artifact
