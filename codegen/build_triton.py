@@ -171,6 +171,8 @@ def _request(spec: KernelSpec, target: Target) -> dict[str, Any]:
     if target.arch is None:
         raise CodegenError(f"build: {target.name} names no arch, {spec.name} cannot be compiled for it")
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
+    if spec.waits:
+        options["launch_pdl"] = True
     return {
         "function": spec.name,
         "types": [_type(arg) for arg in spec.args],

@@ -19,6 +19,7 @@ FEATURES: dict[str, dict[tuple[int, ...], str]] = {
     "scales_by_copy": {_BLACKWELL: r"UTCCP"},
     "fp4_convert": {(100, 103, 120): r"F2FP\S*E2M1"},
     "fp8_convert": {(90, 100, 103, 120): r"F2FP\S*E4M3"},
+    "wait_for_grid": {(90, 100, 103, 120): r"ACQBULK"},
 }
 # What a loop must not hold: conversions of one value at a time cost eight instructions each.
 _SLOW_CONVERSION = r"F2F(\.|$)"
@@ -80,10 +81,10 @@ def in_loops(loops: Iterable[Mapping[str, Any]], pattern: str) -> int:
 
 
 def required_opcodes(spec: KernelSpec, target: Target) -> dict[str, str]:
-    """Pattern of the opcode of every feature that the spec promises and the target's arch has."""
+    """Pattern of the opcode of every feature that the spec promises and the target's arch has; a wait if it waits."""
     return {
         name: pattern
-        for name in spec.features
+        for name in (*spec.features, *["wait_for_grid"] * spec.waits)
         for archs, pattern in FEATURES[name].items()
         if target.arch in archs
     }

@@ -45,6 +45,8 @@ class KernelSpec:
     narrow_loads  the kernel serves sizes of which it can only load an element at a time
     iterations    turns of the innermost loop of all programs together, an expression in the dims; "" without a loop
     tiles         pieces of work that the programs share out, an expression; "" where each program has one
+    waits         the kernel may begin while the one before it ends, as its text waits for that one (gdc_wait) before
+                  it touches what kernels write: the launch record says launch_pdl
     """
 
     op: str
@@ -65,6 +67,7 @@ class KernelSpec:
     iterations: str = ""
     tiles: str = ""
     narrow_loads: bool = False
+    waits: bool = False
     candidates: tuple["KernelSpec", ...] = ()
 
     @property

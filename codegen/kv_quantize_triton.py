@@ -115,6 +115,7 @@ def copy_pages_spec(count: Dim, layers: int, heads: int, page_size: int, row_byt
         bytes=f"({count}) * {2 * layers * heads * page_size * row_bytes}",
         num_warps=warps_for(block),
         label=f"l{layers}_h{heads}_p{page_size}_b{row_bytes}",
+        waits=True,
     )  # fmt: skip
 
 

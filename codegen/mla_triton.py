@@ -152,4 +152,5 @@ def latent_write_spec(rank: int, rope_dim: int, dtype: str) -> KernelSpec:
         bytes=f"T * {2 * (rank + rope_dim) * ITEM_BYTES[dtype] + 8}",
         num_warps=warps_for(power_of_2(rank, 16)),
         label=f"{dtype}_r{rank}_{rope_dim}",
+        waits=True,
     )  # fmt: skip

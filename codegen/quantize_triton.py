@@ -101,6 +101,7 @@ def quantize_spec(
         flops=f"({count}) * {(9 if activation else 4) * k}",
         label="_".join(part for part in (activation, dtype, quantization.label, f"k{k}") if part),
         features=quantization.features,
+        waits=True,
     )
     if quantization.by_token:
         return _by_row(common, count, k, quantization, target)
@@ -133,6 +134,8 @@ def _by_row(spec: KernelSpec, count: Dim, k: int, quantization: Quantization, ta
         grid=(str(count), "1", "1"),
         num_warps=warps_for(cols),
         iterations=f"({count}) * {turns}" if turns > 2 else "",
+        # rows that begin anywhere; only those that are read twice are read in a loop
+        narrow_loads=k % 8 > 0,
     )
 
 
@@ -165,6 +168,7 @@ def dequantize_spec(count: Dim, k: int, dtype: str, quantization: Quantization, 
         flops=f"({count}) * {2 * k}",
         num_warps=warps_for(TILE_ROWS * cols),
         label=f"{dtype}_{quantization.label}_k{k}",
+        waits=True,
     )  # fmt: skip
 
 

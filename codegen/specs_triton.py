@@ -49,6 +49,7 @@ def gather_rows_spec(op: str, rows: str, source: str, count: Dim, width: int, dt
         bytes=f"({count}) * {2 * width * ITEM_BYTES[dtype] + 8}",
         num_warps=warps_for(block),
         label=f"{dtype}_w{width}",
+        waits=True,
     )
 
 
@@ -69,6 +70,7 @@ def add_spec(count: Dim, width: int, dtype: str) -> KernelSpec:
         flops=f"({count}) * {width}",
         num_warps=4,
         label=dtype,
+        waits=True,
     )
 
 
@@ -96,6 +98,7 @@ def rms_norm_spec(
         flops=f"({count}) * {(5 if residual else 4) * hidden}",
         num_warps=warps_for(block),
         label=f"{'add_' if residual else ''}{dtype}_h{hidden}",
+        waits=True,
     )  # fmt: skip
 
 
@@ -115,6 +118,7 @@ def layer_norm_spec(count: Dim, hidden: int, dtype: str, eps: float, weights: di
         flops=f"({count}) * {8 * hidden}",
         num_warps=warps_for(block),
         label=f"{dtype}_h{hidden}",
+        waits=True,
     )  # fmt: skip
 
 
@@ -140,6 +144,7 @@ def pointwise_spec(
         flops=f"({count}) * {width * operations(expression)}",
         num_warps=warps_for(block),
         label=f"{out_dtype}_w{width}",
+        waits=True,
     )  # fmt: skip
 
 
@@ -167,6 +172,7 @@ def act_mul_spec(count: Dim, intermediate: int, dtype: str, activation: str) -> 
         flops=f"({count}) * {5 * intermediate}",
         num_warps=warps_for(block),
         label=f"{activation}_{dtype}_i{intermediate}",
+        waits=True,
     )  # fmt: skip
 
 
@@ -188,6 +194,7 @@ def rope_spec(
         flops=f"({count}) * {3 * num_heads * rotary_dim}",
         num_warps=warps_for(block_h * block_d),
         label=f"{dtype}_h{num_heads}_d{head_dim}",
+        waits=True,
     )  # fmt: skip
 
 
@@ -237,6 +244,7 @@ def kv_write_spec(count: Dim, heads: Heads, dtype: str) -> KernelSpec:
         bytes=f"({count}) * {2 * width * ITEM_BYTES[dtype] + 8}",
         num_warps=warps_for(block_h * power_of_2(heads.head_dim, 16)),
         label=f"{dtype}_kv{heads.num_kv_heads}_d{heads.head_dim}_p{heads.page_size}",
+        waits=True,
     )
 
 
@@ -261,6 +269,7 @@ def rope_kv_write_spec(
         flops=f"({count}) * {3 * (heads.num_heads + heads.num_kv_heads) * rotary_dim}",
         num_warps=warps_for(block_g * power_of_2(heads.head_dim, 16)),
         label=f"{dtype}_{heads.label}",
+        waits=True,
     )  # fmt: skip
 
 

@@ -102,5 +102,13 @@ def test_block_scaled_products_are_told_from_others_by_their_modifiers() -> None
     assert violations(scaled, B200, record) == []
 
 
+def test_a_kernel_that_may_begin_early_waits() -> None:
+    early = replace(LINEAR, waits=True)
+    record = deepcopy(GOOD)
+    assert "expected wait_for_grid (ACQBULK)" in violations(early, B200, record)[0]
+    record["evidence"]["census"]["ACQBULK"] = 1
+    assert violations(early, B200, record) == []
+
+
 def test_modifiers_do_not_split_counts() -> None:
     assert base_opcodes({"LDG.E.128": 2, "LDG.E": 3, "STG.E": 1}) == {"LDG": 5, "STG": 1}

@@ -113,6 +113,7 @@ def test_machine_code_converts_in_pairs_and_reads_16_bytes_at_a_time(
         act_mul_quantize_spec("T", 14336, "bf16", "silu", NVFP4, B200),
     ]
     for kernel in build_kernels(specs, B200):
+        assert kernel.metadata["launch"]["launch_pdl"]
         census, row = kernel.metadata["evidence"]["census"], evidence_row(kernel)
         opcodes = base_opcodes(census)
         assert row["spill_bytes"] == 0
