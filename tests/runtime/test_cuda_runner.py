@@ -13,6 +13,7 @@ import pytest
 from fake_cuda import B200, H100, POISON, Launched, RecordingDriver
 from numpy.typing import NDArray
 
+from octavo.compiler import cli
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, MissingDependencyError, OptionError
 from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Step
@@ -273,3 +274,17 @@ def test_without_a_driver(
         match=r"expected NVIDIA's driver library libnone\.so\.1, got none .*compile with",
     ):
         open_it(artifact)
+
+
+def test_octavo_run_says_what_is_missing(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda_runner, "CudaDriver", lambda: CudaDriver(library="libnone.so.1"))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", str(artifact.path), "1 2"])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert err.startswith(
+        "octavo: MissingDependencyError: GPU: expected NVIDIA's driver library libnone.so.1, got"
+    )
+    assert "compile with target='cpu'" in err
