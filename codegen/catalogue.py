@@ -4,9 +4,12 @@ from octavo.codegen import (
     attention_corners,
     kv_quantize_triton,
     linear_corners,
+    moe_corners,
     norm_quantize_triton,
     quantize_triton,
     row_corners,
+    sampling_triton,
+    speculative_triton,
 )
 from octavo.codegen.corner import Corner
 
@@ -17,4 +20,7 @@ CORNERS: tuple[Corner, ...] = (
     *row_corners.CORNERS,
     *linear_corners.CORNERS,
     *attention_corners.CORNERS,
+    *moe_corners.CORNERS,
+    *sampling_triton.CORNERS,
+    *speculative_triton.CORNERS,
 )
