@@ -68,6 +68,7 @@ def sort_spec(mixture: Mixture) -> KernelSpec:
         bytes=f"{mixture.pairs} * 12 + {4 * mixture.experts}",
         num_warps=4,
         label=f"e{mixture.experts}",
+        iterations=f"({mixture.pairs} + 1023) // 1024 * {2 * mixture.experts}",
     )  # fmt: skip
 
 
@@ -109,17 +110,20 @@ def product_spec(
         ("N", n), ("K", k), ("ROWS", rows), ("BLOCK_E", power_of_2(mixture.experts)), ("BLOCK_M", block_m),
         ("BLOCK_N", block_n), ("BLOCK_K", block_k), ("STAGES", stages),
     )  # fmt: skip
+    bound = f"{mixture.pairs} // {block_m} + ({mixture.reached})"
     spec = KernelSpec(
         op="moe",
         template="triton/moe_linear.py.jinja",
         params=params,
         args=args,
-        grid=(str(ceil_div(n, block_n)), f"{mixture.pairs} // {block_m} + ({mixture.reached})", "1"),
+        grid=(str(ceil_div(n, block_n)), bound, "1"),
         bytes=f"{mixture.pairs} * {n * ITEM_BYTES[out_dtype]} + ({mixture.reached}) * {rows * k * item}",
         flops=f"{mixture.pairs} * {2 * rows * k}",
         num_warps=warps,
         num_stages=stages,
         label=f"{weight}_{dtype}_e{mixture.experts}_n{n}_k{k}_m{block_m}",
+        narrow_loads=k % 8 > 0,
+        iterations=f"({bound}) * {ceil_div(n, block_n) * ceil_div(k, block_k)}",
         # shorter tiles do without the large tensor core
         features=("tma_load",) * is_tma + ("mma_16bit",) * (dtype == "bf16" and block_m == TALL_TILE),
     )
@@ -150,7 +154,8 @@ def combine_spec(mixture: Mixture) -> KernelSpec:
         op="moe",
         template="triton/moe_combine.py.jinja",
         params=(
-            ("dtype", mixture.dtype), ("TOP_K", mixture.top_k), ("WIDTH", mixture.out), ("BLOCK", block),
+            ("dtype", mixture.dtype), ("placed", False), ("weighted", True), ("shared", False),
+            ("TOP_K", mixture.top_k), ("WIDTH", mixture.out), ("BLOCK", block),
         ),
         args=(pointer("parts", "fp32"), pointer("weights", "fp32"), pointer("out", mixture.dtype)),
         grid=(str(mixture.count), str(ceil_div(mixture.out, block)), "1"),
