@@ -9,11 +9,8 @@ from octavo.compiler.target import Target
 
 # (n, k) of qkv, o, gate and up, down
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-# q_a and kv_a, q_b, kv_b, o, gate and up of a dense layer, down, those of a shared expert
-DEEPSEEK = (
-    (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432), (4096, 7168),
-    (7168, 2048),
-)  # fmt: skip
+# q_a and kv_a, q_b, o, gate and up of a dense layer
+DEEPSEEK = ((2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168))
 LOGITS = {"n": 128256, "k": 4096, "rows": "L", "out_dtype": "fp32"}
 BLOCK_SCALED = Nvfp4Product("T", 0, 0, "nvfp4", "bf16")
 WEIGHT_ONLY = replace(BLOCK_SCALED, x_dtype="bf16")
@@ -59,19 +56,19 @@ CORNERS: tuple[Corner, ...] = (
     _nvfp4(replace(BLOCK_SCALED, n=1032, k=576, row_scale=True, **EVERYTHING), "everything"),
     _nvfp4(replace(BLOCK_SCALED, n=1032, k=7168, row_scale=True, **EVERYTHING), "everything, split"),
     _nvfp4(replace(BLOCK_SCALED, n=8, k=64)),
-    *(_nvfp4(replace(WEIGHT_ONLY, n=n, k=k)) for n, k in (*LLAMA, *DEEPSEEK[:2])),
+    *(_nvfp4(replace(WEIGHT_ONLY, n=n, k=k)) for n, k in (*LLAMA[1:3], *DEEPSEEK[:2])),
     _nvfp4(replace(WEIGHT_ONLY, **LOGITS)),
     _nvfp4(replace(WEIGHT_ONLY, n=1001, k=576, **EVERYTHING), "everything"),
     _nvfp4(replace(WEIGHT_ONLY, n=1001, k=7168, **EVERYTHING), "everything, split"),
     _nvfp4(replace(WEIGHT_ONLY, n=1, k=64)),
     _nvfp4(replace(WEIGHT_ONLY, n=6144, k=4096, x_dtype="fp16", alpha="column")),
-    *(_plain(replace(FP8, n=n, k=k)) for n, k in (*LLAMA, *DEEPSEEK[:2])),
+    *(_plain(replace(FP8, n=n, k=k)) for n, k in (*LLAMA[:2], *DEEPSEEK[2:])),
     _plain(replace(FP8, **LOGITS)),
     _plain(replace(FP8, n=264, k=400, bias=True, alpha="scalar", row_scale=False), "bias, one scale"),
     _plain(replace(FP8, n=1024, k=576, bias=True, out_dtype="fp32"), "bias"),
     _plain(replace(FP8, n=16, k=16)),
     _pointer(replace(FP8, n=257, k=101, bias=True)),
-    *(_plain(replace(BF16, n=n, k=k)) for n, k in (*LLAMA, *DEEPSEEK[:2])),
+    *(_plain(replace(BF16, n=n, k=k)) for n, k in (*LLAMA[1:], *DEEPSEEK[:1])),
     _plain(replace(BF16, **LOGITS)),
     _plain(replace(BF16, n=960, k=576, bias=True), "bias"),
     _plain(replace(BF16, n=8, k=8, out_dtype="fp32")),

@@ -112,17 +112,22 @@ def few_rows_form(product: Product, block_m: int, block_n: int) -> KernelSpec:
 def many_rows_spec(product: Product, target: Target) -> KernelSpec:
     """The persistent kernel, warp-specialised where the tensor core reads its operands from shared memory.
 
-    Wider tiles load half as much for each operation, but there are fewer of them to share out: a candidate where a
-    step of MANY_ROWS has one for each multiprocessor.
+    Wider tiles load less for each operation, but there are fewer of them to share out: a candidate.
     """
+    plain, wide_plain = (many_rows_form(product, target, size, is_specialised=False) for size in (128, 256))
     if not target.tmem_columns:
-        plain = many_rows_form(product, target, 128, is_specialised=False)
-        return replace(plain, alternatives=(replace(plain, num_stages=2),))
-    narrow, wide = (many_rows_form(product, target, block_n, is_specialised=True) for block_n in (128, 256))
-    plain = many_rows_form(product, target, 128, is_specialised=False)
+        plain = replace(plain, alternatives=(replace(plain, num_stages=2),))
+        # sums of a wide tile lie in registers, which beside those of FP8 products of Hopper are too few
+        has_room = target.arch == 90 and product.dtype == "bf16"
+        return replace(plain, candidates=(wide_plain,) * (has_room and is_worth_wide(product.n, target)))
+    narrow, wide = (many_rows_form(product, target, size, is_specialised=True) for size in (128, 256))
     narrow = replace(narrow, alternatives=(replace(narrow, num_stages=3), plain))
-    is_worthwhile = ceil_div(MANY_ROWS, 128) * ceil_div(product.n, 256) >= (target.sm_count or 1)
-    return replace(narrow, candidates=(wide,) * is_worthwhile)
+    return replace(narrow, candidates=(wide,) * is_worth_wide(product.n, target))
+
+
+def is_worth_wide(n: int, target: Target) -> bool:
+    """Whether a step of MANY_ROWS has a tile of 128 x 256 for each multiprocessor."""
+    return ceil_div(MANY_ROWS, 128) * ceil_div(n, 256) >= (target.sm_count or 1)
 
 
 def many_rows_form(product: Product, target: Target, block_n: int, is_specialised: bool) -> KernelSpec:

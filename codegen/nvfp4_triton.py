@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.linear_triton import FEW_ROWS, with_param, with_stages
+from octavo.codegen.linear_triton import FEW_ROWS, is_worth_wide, with_param, with_stages
 from octavo.codegen.quantize_triton import has_fp4_conversion
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
@@ -186,7 +186,8 @@ def stream_spec(
 def block_scaled_few(product: Nvfp4Product, block_m: int, target: Target) -> KernelSpec:
     """W4A4 of up to block_m rows; the scales of x, which are few, are not worth a tensor map."""
     block_k, has_tmem = 256, bool(target.tmem_columns)
-    stages = 6 if has_tmem and block_m < 64 else 5
+    # more do not fit into the shared memory of consumer Blackwell
+    stages = (6 if has_tmem else 5) - (block_m >= 64)
     numbers = {"BLOCK_M": block_m, "BLOCK_K": block_k, "STAGES": stages}
     spec = stream_spec(product, "nvfp4_linear_few_rows", {}, numbers, target)
     x = tiles("x", "u8", (product.rows, product.k // 2), (block_m, block_k // 2))
@@ -209,7 +210,8 @@ def block_scaled_many(product: Nvfp4Product, target: Target) -> KernelSpec:
         return replace(plain, alternatives=(replace(plain, num_stages=2),))
     narrow, wide = (block_scaled_form(product, target, n, is_specialised=True) for n in (128, 256))
     narrow = replace(narrow, alternatives=(replace(narrow, num_stages=3),))
-    return replace(narrow, candidates=(replace(wide, alternatives=(replace(wide, num_stages=2),)),))
+    wide = replace(wide, alternatives=(replace(wide, num_stages=2),))
+    return replace(narrow, candidates=(wide,) * is_worth_wide(product.n, target))
 
 
 def block_scaled_form(
@@ -255,8 +257,9 @@ def weight_only_few(product: Nvfp4Product, block_m: int, target: Target) -> Kern
 def weight_only_many(product: Nvfp4Product, target: Target) -> tuple[KernelSpec, ...]:
     """The conversion of x to fp16 where it is bf16, then tiles of the product."""
     narrow, wide = (weight_only_tile(product, block_m, target) for block_m in (128, 256))
-    # the accumulators of a wide tile do not fit into registers
-    tile = replace(narrow, candidates=(wide,)) if target.tmem_columns else narrow
+    # without tensor memory the sums of a wide tile lie in registers, which are too few
+    is_wide_served = bool(target.tmem_columns) and is_worth_wide(product.n, target)
+    tile = replace(narrow, candidates=(wide,) * is_wide_served)
     return (saturate_spec(product), tile) if product.x_dtype == "bf16" else (tile,)
 
 
