@@ -34,18 +34,17 @@ def places_of(experts: Tensor, num_experts: int, tile: int) -> tuple[list[int], 
     return place, owners
 
 
-@pytest.mark.parametrize("tile", [16, 128])
 @pytest.mark.parametrize(
-    ("experts", "num_experts"),
+    ("experts", "num_experts", "tile"),
     [
-        (torch.zeros(0, 2), 5),
-        (torch.tensor([[4]]), 5),
-        (torch.full((67, 2), 3), 4),
-        (torch.tensor([[-1, 2], [7, 0], [9, -5], [1, 6]]), 7),  # some live elsewhere
-        (torch.arange(128).remainder(64).view(64, 2), 64),
-        (torch.randint(0, 36, (340, 3), generator=torch.Generator().manual_seed(1)) * 2 % 37, 37),
-        (torch.randint(-1, 3, (1025, 1), generator=torch.Generator().manual_seed(2)), 3),
-        (torch.randint(0, 129, (137, 8), generator=torch.Generator().manual_seed(3)), 131),
+        (torch.zeros(0, 2), 5, 16),
+        (torch.tensor([[4]]), 5, 128),
+        (torch.full((67, 2), 3), 4, 128),
+        (torch.tensor([[-1, 2], [7, 0], [9, -5], [1, 6]]), 7, 16),  # some live elsewhere
+        (torch.arange(128).remainder(64).view(64, 2), 64, 16),
+        (torch.randint(0, 36, (340, 3), generator=torch.Generator().manual_seed(1)) * 2 % 37, 37, 16),
+        (torch.randint(-1, 3, (1025, 1), generator=torch.Generator().manual_seed(2)), 3, 64),
+        (torch.randint(0, 129, (137, 8), generator=torch.Generator().manual_seed(3)), 131, 128),
     ],
     ids=["none", "one", "one_expert", "elsewhere", "a_chunk", "gaps", "two_blocks", "many"],
 )

@@ -233,8 +233,15 @@ def close(got: Tensor, expected: Tensor, unit: float) -> None:
     assert bool((error <= unit * expected.abs() + 2.0**-16 * expected.abs().max()).all()), float(error.max())
 
 
-@pytest.mark.parametrize(("unit", "bias"), [(Unit(), ""), (OAI, "bf16")], ids=["silu", "oai"])
-@pytest.mark.parametrize("kernel", ["nvfp4 many", "nvfp4 many 128", "nvfp4 few"])
+@pytest.mark.parametrize(
+    ("kernel", "unit", "bias"),
+    [
+        ("nvfp4 many", OAI, "bf16"),
+        ("nvfp4 many 128", Unit(), ""),
+        ("nvfp4 few", OAI, "bf16"),
+        ("nvfp4 few", Unit(), ""),
+    ],
+)
 def test_gated_product_is_quantised(launch: Launch, kernel: str, unit: Unit, bias: str) -> None:
     tile, _, _, make = KERNELS[kernel]
     counts, experts, _, k = SHAPES[kernel]
@@ -292,23 +299,21 @@ def test_sum_over_places(launch: Launch, assert_rounds_to: Check, weighted: bool
     assert_rounds_to(out, expected, sums=0.1)
 
 
-LAYER = Experts("T", "bf16", 3, 2, 128, 64, shared=True)
+LAYER = Experts("T", "bf16", 2, 2, 128, 64, shared=True)
 LAYERS = {
     "nvfp4": LAYER,
-    "fp8": replace(
-        LAYER, dtype="fp32", experts=2, shared=False, hidden=80, intermediate=48, unit=OAI, bias="fp32"
-    ),
+    "fp8": replace(LAYER, dtype="fp32", shared=False, hidden=80, intermediate=48, unit=OAI, bias="fp32"),
     "weight_only": replace(LAYER, hidden=192, unit=Unit(1.5), bias="bf16"),
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 49])
+@pytest.mark.parametrize("tokens", [1, 33])
 @pytest.mark.parametrize("scheme", LAYERS)
 def test_mixture_of_experts(launch: Launch, scheme: str, tokens: int) -> None:
     """Short tiles and tall ones, against the same rows quantised by the book between the products."""
     layer = LAYERS[scheme]
     e, hidden, inner = layer.experts, layer.hidden, layer.intermediate
-    experts = torch.rand(tokens, layer.experts).argsort(1)[:, : layer.top_k].contiguous()
+    experts = torch.randint(0, layer.experts, (tokens, layer.top_k))
     x = torch.randn(tokens, hidden).to(torch.bfloat16 if layer.dtype == "bf16" else torch.float32)
     kind = "fp8" if scheme == "fp8" else "nvfp4"
     tensors: dict[str, Tensor] = {"x": x, "experts": experts, "weights": torch.rand(tokens, layer.top_k)}
