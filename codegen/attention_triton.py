@@ -42,6 +42,8 @@ class Attention:
 
     def __post_init__(self) -> None:
         sizes = (self.heads.head_dim, self.heads.value_dim)
+        if self.pages not in ("", *_QUANTIZED):
+            raise ValueError(f"expected pages of fp8, nvfp4 or of the dtype of q, got {self.pages!r}")
         if self.pages == "nvfp4" and any(size % 16 for size in sizes):
             raise ValueError(f"expected head sizes in whole blocks of 16 for NVFP4 pages, got {sizes}")
         if self.tree and self.slopes:
@@ -158,7 +160,7 @@ def num_splits(splits: int) -> str:
 def decode_spec(attention: Attention, target: Target, splits: int) -> KernelSpec:
     """A token of every request."""
     rows = power_of_2(attention.heads.group, 16)
-    forms = few_rows_forms(attention, target)
+    forms = few_rows_forms(attention, target, rows)
     return _first(*(split_spec(attention, target, splits, rows, form, False) for form in forms))
 
 
@@ -167,24 +169,25 @@ def few_tokens_spec(attention: Attention, target: Target, splits: int) -> Kernel
     group = attention.heads.group
     rows = max(power_of_2(group * attention.query_length, 16), 16)
     rows = max(min(rows, MAX_FEW_ROWS), power_of_2(group, 16))
-    forms = few_rows_forms(attention, target)
+    forms = few_rows_forms(attention, target, rows)
     return _first(*(split_spec(attention, target, splits, rows, form, True) for form in forms))
 
 
-def few_rows_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
+def few_rows_forms(attention: Attention, target: Target, rows: int) -> tuple[Form, ...]:
     """Best first. A large group has as many rows as a prefill tile, and asks for as many registers.
 
     Tensor maps save a third of the instructions on 16-bit pages, a fifth on FP8. Tiles of 128 keys save as much
     again where shared memory holds several programs; FP8 pages would need 200 registers for them.
     """
     block_n = 32 if attention.is_wide or attention.dtype == "fp32" else 64
-    plain = (*(Form(block_n, 4, stages) for stages in (3, 2, 1)), Form(16, 8, 1))
+    warps = 8 if rows > 64 else 4
+    plain = (*(Form(block_n, warps, stages) for stages in (3, 2, 1)), Form(16, 8, 1))
     if not takes_tma(attention, block_n):
         return plain
-    tma = (Form(block_n, 4, 3, tma=True), Form(block_n, 4, 2, tma=True))
-    is_large = block_n == 64 and attention.pages != "fp8" and (target.smem_bytes or 0) >= 2 * LARGE_TILES
-    large = (Form(128, 4, 3, tma=True),) if is_large and takes_tma(attention, 128) else ()
-    return (*large, *tma, *plain)
+    tma = (Form(block_n, warps, 3, tma=True), Form(block_n, warps, 2, tma=True))
+    is_large = block_n == 64 and rows <= 16 and attention.pages != "fp8"
+    is_large = is_large and (target.smem_bytes or 0) >= 2 * LARGE_TILES and takes_tma(attention, 128)
+    return (*[Form(128, 4, 3, tma=True)] * is_large, *tma, *plain)
 
 
 def takes_tma(attention: Attention, block_n: int) -> bool:
@@ -286,7 +289,8 @@ def prefill_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
     Warps that each do one part of the work need the accumulator out of their registers, in tensor memory, and
     leave few for more than masks: nothing but sinks. Otherwise pages come by pointers, which cost 8 warps no more
     than tensor maps. Small heads leave a thread the registers for a whole row of scores: 4 warps then need no
-    exchange between them, and 8 are held to 128 registers, which spill.
+    exchange between them, and 8 are held to 128 registers, which spill. Wide heads, and the warps of sm_120, which
+    hold all keys of a tile in registers, want few keys.
     """
     if attention.operand == "fp32":
         return Form(32, 8, 3), Form(32, 8, 2), Form(16, 8, 2), Form(16, 8, 1), Form(16, 16, 1)
@@ -296,8 +300,10 @@ def prefill_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
     few_warps = (Form(64, 4, 3), Form(64, 4, 2))
     is_small = max(heads.head_dim, heads.value_dim) <= 64
     plain = (*few_warps, *wide, *narrow) if is_small else (*wide, *few_warps, *narrow)
-    has_extras = attention.is_quantized or attention.window or attention.softcap or attention.slopes
-    if not target.tmem_columns or has_extras or attention.tree or attention.is_wide:
+    has_masks = attention.window or attention.softcap or attention.slopes or attention.tree
+    if attention.is_wide or (target.arch == 120 and (has_masks or attention.is_quantized)):
+        return (*narrow, *plain)
+    if not target.tmem_columns or has_masks or attention.is_quantized:
         return plain
     specialised = Form(64, 4, 3, tma=True, specialised=True)
     return (specialised, *plain) if takes_tma(attention, specialised.block_n) else plain
@@ -312,7 +318,7 @@ def reads_scale_words(attention: Attention, form: Form) -> bool:
 
 def _keys(attention: Attention) -> str:
     """Keys that a token of every request sees, together."""
-    return f"({at_most('S', f'(R * {attention.window})')})" if attention.window else "S"
+    return f"({at_most('S', f'R * {attention.window}')})" if attention.window else "S"
 
 
 def _spec(attention: Attention, target: Target, form: Form, rows: int, **rest: Any) -> KernelSpec:

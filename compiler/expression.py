@@ -54,11 +54,11 @@ def validate(expression: int | str, names: Collection[str]) -> None:
     _check_names(_parse(text, _SIZE), names, text)
 
 
-def at_most(count: int | str, limit: int) -> str:
-    """The lesser of a size, which is never negative, and a number above 0, in the operations that there are."""
+def at_most(count: int | str, limit: int | str) -> str:
+    """The lesser of a size, which is never negative, and one above 0, in the operations that there are."""
     # 0 below the limit, 1 from there on: 2 q // (q + 1) is 1 for every whole q above 0
-    times = f"(({count}) // {limit})"
-    return f"({count}) + ({limit} - ({count})) * (2 * {times} // ({times} + 1))"
+    times = f"(({count}) // ({limit}))"
+    return f"({count}) + (({limit}) - ({count})) * (2 * {times} // ({times} + 1))"
 
 
 def holds(condition: str, dims: Mapping[str, int]) -> bool:

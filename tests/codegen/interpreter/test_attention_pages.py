@@ -14,7 +14,7 @@ import torch
 from nvfp4 import any_codes, dequantize
 from torch import Tensor
 
-from octavo.codegen.attention_triton import Attention, Form, attention_spec, split_spec
+from octavo.codegen.attention_triton import Attention, Form, attention_spec, combine_spec, split_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.specs_triton import Heads
 from octavo.compiler.target import load_target
@@ -38,9 +38,15 @@ class Step:
 
 
 def attention(
-    *heads: int, pages: str = "", dtype: str = "bf16", page_size: int = 64, dim: int = 32, **rest: Any
+    heads: int,
+    kv_heads: int,
+    pages: str = "",
+    dtype: str = "bf16",
+    page_size: int = 64,
+    dim: int = 32,
+    **rest: Any,
 ) -> Attention:
-    return Attention(Heads(*heads, dim, dim, page_size), dtype, dim**-0.5, pages=pages, **rest)
+    return Attention(Heads(heads, kv_heads, dim, dim, page_size), dtype, dim**-0.5, pages=pages, **rest)
 
 
 def filled(shape: tuple[int, ...], pages: str, generator: torch.Generator) -> tuple[list[Tensor], Tensor]:
@@ -162,7 +168,7 @@ def test_decode_of_quantised_pages(
     launch: Launch, assert_rounds_to: Check, pages: str, page_size: int
 ) -> None:
     """A request of length 0 gets zeros."""
-    layer = attention(4, 2, pages=pages, page_size=page_size)
+    layer = attention(3, 1, pages=pages, page_size=page_size)
     given = step(layer, ENDS)
     ran, out = run(launch, attention_spec(layer, B200), given)
     assert ran == SPLIT
@@ -207,7 +213,7 @@ def test_queries_beyond_fp16_are_cut_to_it(launch: Launch, assert_rounds_to: Che
 )
 def test_every_group_of_heads(launch: Launch, assert_rounds_to: Check, heads: tuple[int, int]) -> None:
     layer = attention(*heads, dim=16)
-    for lengths, kernels in (([(1, 65), (1, 3)], SPLIT), ([(3, 66)], WHOLE)):
+    for lengths, kernels in (([(1, 65)], SPLIT), ([(2, 66)], WHOLE)):
         given = step(layer, lengths)
         ran, out = run(launch, attention_spec(layer, B200), given)
         assert ran == kernels
@@ -266,7 +272,7 @@ def test_trees(launch: Launch, assert_rounds_to: Check, rest: dict[str, Any], qu
 @pytest.mark.parametrize("query_length", [1, 64])
 def test_a_chain_is_causal(launch: Launch, query_length: int) -> None:
     """Up to the longest that a mask holds."""
-    tree = attention(2, 1, tree=True, query_length=query_length)
+    tree = attention(1, 1, tree=True, query_length=query_length)
     given = step(tree, [(64, 100), (3, 70)], {0: chain(64), 1: chain(3)})
     _, out = run(launch, attention_spec(tree, B200), given)
     causal = replace(given, tensors={**given.tensors, "out": torch.full_like(out, float("nan"))})
@@ -286,8 +292,7 @@ def test_pages_by_pointers_and_by_tensor_maps(
 ) -> None:
     """Tiles of a page, of half of it, and of several; a context that ends in each half."""
     layer = attention(2, 1, pages=pages, page_size=128, window=100)
-    given = step(layer, [(1, context) for context in (1, 64, 129, 200, 256)])
-    split = split_spec(layer, B200, 4, 16, form, is_ragged=False)
-    joined = attention_spec(layer, B200).also[0]
-    _, out = run(launch, replace(split, also=(replace(joined, when=""),)), given)
+    given = step(layer, [(1, context) for context in (1, 128, 200)])
+    split = split_spec(layer, B200, 2, 16, form, is_ragged=False)
+    _, out = run(launch, replace(split, also=(combine_spec(layer, 2),)), given)
     assert_rounds_to(out, given.expected, sums=0.5)
