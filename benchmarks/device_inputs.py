@@ -71,7 +71,9 @@ def tensors_of(
             if arg.kind == "scalar" or arg.name in held:
                 continue
             dtype = DTYPES[arg.dtype]
-            if arg.name in scratch:
+            if launch.op == "copy_pages":
+                held |= _copied_pages(launch, dims, device)
+            elif arg.name in scratch:
                 shape = [evaluate(size, dims) for size in scratch[arg.name][1]]
                 held[arg.name] = _filled(math.prod(shape), dtype, device, poison_outputs)
             elif is_output(arg):
@@ -106,6 +108,19 @@ def needed_bytes(spec: KernelSpec, dims: Mapping[str, int]) -> int:
     )
 
 
+def _copied_pages(launch: KernelSpec, dims: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Page 1 to page 2, and so on, in caches whose addresses are an argument."""
+    params, copies = dict(launch.params), dims["N"]
+    size = 8 * int(params["HEADS"]) * int(params["PAGE_SIZE"]) * int(params["WIDTH"])
+    layers = evaluate(launch.grid[1], dims)
+    memory = torch.zeros(layers, 2 * copies + 1, size, dtype=torch.uint8, device=device)
+    pages = torch.arange(copies, dtype=torch.int32, device=device)
+    rows = torch.full((copies,), int(params["PAGE_SIZE"]), dtype=torch.int32, device=device)
+    addresses = memory.data_ptr() + torch.arange(layers, device=device) * memory[0].numel()
+    named = {"caches": addresses, "source": 2 * pages + 1, "target": 2 * pages + 2, "rows": rows}
+    return {**named, "behind caches": memory}
+
+
 def is_output(arg: Arg) -> bool:
     return arg.name.split("_")[0] in ("out", "partial", "lse", "parts")
 
@@ -131,7 +146,9 @@ def _input(
 ) -> Tensor:  # fmt: skip
     dtype = DTYPES[arg.dtype]
     if not dtype.is_floating_point and arg.dtype != "u8":
-        return _indices(launch, arg.name, dims, device, generator).to(dtype).contiguous()
+        found = _indices(launch, arg.name, dims, device, generator)
+        zeros = torch.zeros(count if found is None else 0, device=device)
+        return (zeros if found is None else found).to(dtype).contiguous()
     if arg.dtype in ("u8", "fp8"):
         raw = torch.empty(count, dtype=torch.uint8, device=device)
         raw.random_(0, 256, generator=generator)
@@ -148,10 +165,9 @@ def _input(
 
 def _indices(
     launch: KernelSpec, name: str, dims: Mapping[str, int], device: torch.device, generator: torch.Generator
-) -> Tensor:
-    """Whole numbers that name places which exist; zeros for a name that is not known."""
+) -> Tensor | None:
+    """Whole numbers that name places which exist; None for a name that is not known, of which zeros exist."""
     tokens, requests, columns = dims["T"], dims["R"], dims["P"]
-    page = page_size(launch)
     each = tokens // requests
     match name:
         case "cu_seqlens_q":
@@ -162,32 +178,38 @@ def _indices(
             order = torch.randperm(requests * columns, generator=generator, device=device)
             return order.reshape(requests, columns) + 1
         case "slot_mapping":
-            return torch.arange(tokens, device=device) + page
+            return torch.arange(tokens, device=device) + page_size(launch)
         case "positions":
             return torch.arange(tokens, device=device) % each
         case "logit_rows":
             return torch.arange(dims["L"], device=device)
         case "experts":
-            params = {key: value for spec in (launch,) for key, value in spec.params}
-            return _experts(launch, int(params.get("NUM_EXPERTS", 1)), dims, device, generator)
-    return torch.zeros(max(tokens, 1) * 256, device=device)
+            return _experts(launch, dims, device, generator)
+        case "tile_expert" | "num_tiles" if any(arg.kind == "descriptor" for arg in launch.args):
+            experts, count = _tiles(launch, dims)
+            shown = torch.arange(count, device=device) % experts
+            return shown if name == "tile_expert" else torch.tensor([count], device=device)
+    return None
 
 
 def _experts(
-    launch: KernelSpec,
-    experts: int,
-    dims: Mapping[str, int],
-    device: torch.device,
-    generator: torch.Generator,
+    launch: KernelSpec, dims: Mapping[str, int], device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """Distinct experts for each token, so many as the launch counts pairs."""
-    (pairs,) = (
-        evaluate(arg.value, dims)
-        for arg in launch.args
-        if arg.name == "num_pairs" and isinstance(arg.value, str)
-    )
-    scores = torch.rand(dims["T"], experts, generator=generator, device=device)
-    return scores.topk(pairs // dims["T"], dim=-1).indices
+    """Distinct experts for each token, so many as the launch says, or as it counts pairs."""
+    params = dict(launch.params)
+    pairs = [evaluate(str(arg.value), dims) for arg in launch.args if arg.name == "num_pairs"]
+    top_k = pairs[0] // dims["T"] if pairs else int(params.get("TOP_K", 1))
+    experts = int(params.get("NUM_EXPERTS", top_k))
+    return torch.rand(dims["T"], experts, generator=generator, device=device).topk(top_k, dim=-1).indices
+
+
+def _tiles(launch: KernelSpec, dims: Mapping[str, int]) -> tuple[int, int]:
+    """(experts, tiles of rows) of a product whose rows are sorted already: the weight's rows, and those of x."""
+    params = dict(launch.params)
+    mapped = {arg.name: evaluate(arg.shape[0], dims) for arg in launch.args if arg.kind == "descriptor"}
+    weight = next(rows for name, rows in mapped.items() if name in ("gate_up", "down"))
+    rows = next(iter(mapped.values()))
+    return weight // int(params["N"]), rows // int(params["BLOCK_M"])
 
 
 def arguments_of(launch: KernelSpec, held: Mapping[str, Tensor], dims: Mapping[str, int]) -> list[Any]:

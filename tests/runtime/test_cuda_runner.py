@@ -19,6 +19,7 @@ from octavo.compiler.errors import ArtifactError, ExecutionError, MissingDepende
 from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Step
 from octavo.compiler.weights import Weight
 from octavo.runtime import cuda_runner
+from octavo.runtime.batch import Batch
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_runner import CudaRunner, buckets
 from octavo.runtime.engine import Engine
@@ -157,6 +158,25 @@ def test_equal_steps_of_every_bucket(artifact: Artifact) -> None:
     assert len(driver.graphs) == 6 + 1  # and 1 request of 4 pages, then of 8
 
 
+def test_logits_of_some_requests_of_a_padded_step(artifact: Artifact) -> None:
+    runner = CudaRunner(artifact, 10, max_requests=4, driver=SumsDriver())
+
+    def run(rows: list[int]) -> NDArray[np.float32]:
+        count = 3
+        batch = Batch(
+            input_ids=np.array([4, 5, 6]), positions=np.zeros(count, np.int64),
+            slot_mapping=np.arange(1, 1 + count) * PAGE_SIZE,
+            page_table=np.arange(1, 1 + count, dtype=np.int32)[:, None], seq_lens=np.ones(count, np.int32),
+            cu_seqlens_q=np.arange(count + 1, dtype=np.int32), logit_rows=np.array(rows, np.int64), requests=(),
+        )  # fmt: skip
+        return runner.run(batch).copy()
+
+    whole = run([0, 1, 2])
+    assert len({row.tobytes() for row in whole}) == 3
+    assert np.array_equal(run([2]), whole[2:]) and np.array_equal(run([0, 2]), whole[[0, 2]])
+    assert run([]).shape == (0, VOCAB)
+
+
 @pytest.mark.parametrize(
     ("most", "sizes"),
     [
@@ -190,10 +210,10 @@ def test_a_larger_step_than_planned_moves_memory_and_forgets_graphs(artifact: Ar
     runner = CudaRunner(artifact, 80, max_requests=2, max_batch_tokens=4, driver=driver)
     engine = Engine(runner, artifact.model, max_requests=12)
     assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == expected([1, 2], 3)
-    (first,) = driver.graphs
+    (first,), pieces = driver.graphs, len(driver.allocated)
     answers = engine.generate([[1, 2, 3]] * 12, SamplingParams(max_tokens=3))
     assert {answer.token_ids for answer in answers} == {tuple(expected([1, 2, 3], 3))}
-    assert first not in driver.graphs
+    assert first not in driver.graphs and len(driver.allocated) == pieces
     assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == expected([1, 2], 3)
 
 
@@ -229,6 +249,7 @@ def test_weights_larger_than_the_staging_memory(artifact: Artifact, monkeypatch:
     runner = CudaRunner(artifact, 10, driver=driver, progress=lambda *step: seen.append(step))
     assert driver.at(runner.addresses["scale"], SCALE.nbytes).view(np.float32).tolist() == SCALE.tolist()
     assert seen == [("scale", 20, 52), ("scale", 40, 52), ("scale", 52, 52)]
+    assert driver.waits == 1  # the third piece reuses the memory of the first
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -49,7 +49,7 @@ class RecordingDriver:
         self.launches: list[Launched] = []
         self.graphs: dict[int, list[Callable[[], None]]] = {}
         self.num_graph_launches = 0
-        self.uploads = 0
+        self.uploads = self.waits = 0
         self.fail: ExecutionError | None = None
         self._capturing: list[Callable[[], None]] | None = None
         self._next_handle = 0
@@ -131,6 +131,7 @@ class RecordingDriver:
 
     def wait(self, event: int) -> None:
         self._forbid_in_capture("wait")
+        self.waits += 1
 
     def elapsed_ms(self, start: int, end: int) -> float:
         return 1.0
