@@ -26,7 +26,7 @@ export PYTHONUNBUFFERED := 1
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint zoo mutants bench lock clean distclean
+.PHONY: help venv demo test lint kernels zoo mutants bench lock clean distclean
 
 help: ## list the targets
 	@echo "make <target>:"
@@ -50,6 +50,9 @@ lint: $(VENV)/.installed-test ## ruff, mypy --strict, pyright
 	@$(BIN)/mypy
 	@echo "== pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+kernels: $(VENV)/.installed-test ## build every kernel at its production sizes and edges for every GPU arch; fails if one does
+	@$(BIN)/octavo kernels --check
 
 zoo: $(VENV)/.installed-test ## compile every architecture that is tested and print what was found in each
 	@$(BIN)/pytest -q tests/e2e/test_zoo.py $(PYTEST_ARGS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -49,45 +49,56 @@ def build_kernels(
     Raises CodegenError for a kernel that does not compile or breaks a limit in every one of its forms, and
     ToolchainError without Triton.
     """
-    distinct = {spec.name: spec for spec in specs}
-    forms = {name: spec.forms for name, spec in distinct.items()}
+    built = {}
+    for name, result in each_kernel(specs, target, progress, timeout_s):
+        if isinstance(result, CodegenError):
+            raise result
+        built[name] = result
+    return [_as_called(spec, built[spec.name]) for spec in specs]
+
+
+def each_kernel(
+    specs: Sequence[KernelSpec],
+    target: Target,
+    progress: Progress | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Iterator[tuple[str, Kernel | CodegenError]]:
+    """Name and kernel of each distinct spec, in order, as they are built; an error in place of a kernel that fails."""
+    forms = {spec.name: spec.forms for spec in specs}
     workers: SimpleQueue[_Worker] = SimpleQueue()
     owned = [_Worker(timeout_s) for _ in range(min(NUM_WORKERS, sum(map(len, forms.values()))))]
     for worker in owned:
         workers.put(worker)
-    built: dict[str, Form] = {}
     try:
         with ThreadPoolExecutor(max_workers=max(len(owned), 1)) as pool:
             jobs = {
-                name: [pool.submit(_build, i, form, target, workers) for i, form in enumerate(forms[name])]
-                for name in distinct
+                name: [pool.submit(_build, i, form, target, workers) for i, form in enumerate(of_kernel)]
+                for name, of_kernel in forms.items()
             }
             try:
-                for name, of_kernel in jobs.items():
-                    built[name] = _chosen(name, [job.result() for job in of_kernel], target)
+                for done, (name, of_kernel) in enumerate(jobs.items(), start=1):
+                    yield name, _chosen(name, [job.result() for job in of_kernel], target)
                     if progress is not None:
-                        progress(name, len(built), len(distinct))
+                        progress(name, done, len(jobs))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
         for worker in owned:
             worker.stop()
-    return [_as_called(spec, built[spec.name]) for spec in specs]
 
 
-def _as_called(spec: KernelSpec, form: Form) -> Kernel:
+def _as_called(spec: KernelSpec, kernel: Kernel) -> Kernel:
     """The kernel for one of the specs of its name: sizes and conditions of the launch are that spec's own."""
-    assert form.kernel is not None
-    return replace(form.kernel, spec=spec.forms[form.index], form=form.index)
+    return replace(kernel, spec=spec.forms[kernel.form])
 
 
-def _chosen(name: str, forms: list[Form], target: Target) -> Form:
+def _chosen(name: str, forms: list[Form], target: Target) -> Kernel | CodegenError:
     best = choose(forms, target)
-    if best is None:
+    if best is None or best.kernel is None:
         attempts = [(one["choice"], one["reasons"]) for form in forms for one in form.refused]
-        raise CodegenError(refusal(name, target, attempts))
-    return best
+        return CodegenError(refusal(name, target, attempts))
+    return replace(best.kernel, form=best.index)
 
 
 def _build(index: int, spec: KernelSpec, target: Target, workers: "SimpleQueue[_Worker]") -> Form:

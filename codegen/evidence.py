@@ -49,7 +49,7 @@ def launch_of(spec: KernelSpec) -> dict[str, Any]:
 
 def turn_bytes(spec: KernelSpec) -> int:
     """Bytes of the tiles that TMA loads in a turn of the loop: all tensor maps but those of results; 0 without."""
-    loads = (arg for arg in spec.args if arg.kind == "descriptor" and not arg.name.startswith("out"))
+    loads = (arg for arg in spec.args if arg.kind == "descriptor" and not arg.name.startswith(("out", "residual")))
     return sum(math.prod(arg.block) * ITEM_BYTES[arg.dtype] for arg in loads) if spec.iterations else 0
 
 
