@@ -162,13 +162,13 @@ def run(launch: Launch, spec: KernelSpec, given: Step) -> tuple[list[str], Tenso
 ENDS = [(1, context) for context in (0, 1, 64, 65)]
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize(("page_size", "dim"), [(16, 32), (64, 64), (128, 32)])
 @pytest.mark.parametrize("pages", ["fp8", "nvfp4"])
 def test_decode_of_quantised_pages(
-    launch: Launch, assert_rounds_to: Check, pages: str, page_size: int
+    launch: Launch, assert_rounds_to: Check, pages: str, page_size: int, dim: int
 ) -> None:
-    """A request of length 0 gets zeros."""
-    layer = attention(3, 1, pages=pages, page_size=page_size)
+    """A request of length 0 gets zeros. Scales of heads of 64 are read four at a time."""
+    layer = attention(3, 1, pages=pages, page_size=page_size, dim=dim)
     given = step(layer, ENDS)
     ran, out = run(launch, attention_spec(layer, B200), given)
     assert ran == SPLIT
@@ -176,12 +176,12 @@ def test_decode_of_quantised_pages(
     assert_rounds_to(out, given.expected, sums=0.5)
 
 
-@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize(("page_size", "dim"), [(32, 32), (64, 64)])
 @pytest.mark.parametrize("pages", ["fp8", "nvfp4"])
 def test_prefill_of_quantised_pages(
-    launch: Launch, assert_rounds_to: Check, pages: str, page_size: int
+    launch: Launch, assert_rounds_to: Check, pages: str, page_size: int, dim: int
 ) -> None:
-    layer = attention(3, 1, pages=pages, page_size=page_size)
+    layer = attention(3, 1, pages=pages, page_size=page_size, dim=dim)
     given = step(layer, [(17, 17), (0, 40), (5, 64), (1, 0), (2, 66)])
     ran, out = run(launch, attention_spec(layer, B200), given)
     assert ran == WHOLE
@@ -231,8 +231,11 @@ FEW = {
 
 @pytest.mark.parametrize("layer", FEW.values(), ids=FEW)
 def test_few_tokens_of_each_request(launch: Launch, assert_rounds_to: Check, layer: Attention) -> None:
-    """As many as fill a tile, more of one request than that, none, one, and all of a context."""
-    for lengths in ([(4, 70), (3, 3), (0, 9), (2, 64)], [(9, 66), (1, 0), (1, 1)]):
+    """As many as fill a tile, more of one request than that, none, one, and all of a context.
+
+    The first has tokens whose window starts in the second tile beside those whose window starts in the first.
+    """
+    for lengths in ([(4, 95), (3, 3), (0, 9), (2, 64)], [(9, 66), (1, 0), (1, 1)]):
         given = step(layer, lengths)
         ran, out = run(launch, attention_spec(layer, B200), given)
         assert ran == SPLIT
@@ -266,6 +269,13 @@ def test_trees(launch: Launch, assert_rounds_to: Check, rest: dict[str, Any], qu
     given = step(layer, lengths, {0: TREE, 2: of_parents(-1, -1, 0, 1)})
     ran, out = run(launch, attention_spec(layer, B200), given)
     assert ran == (SPLIT if query_length > 1 else WHOLE)
+    assert_rounds_to(out, given.expected, sums=0.5)
+
+
+def test_a_tree_larger_than_half_a_mask(launch: Launch, assert_rounds_to: Check) -> None:
+    layer = attention(1, 1, tree=True)
+    given = step(layer, [(44, 80)], {0: of_parents(-1, *range(39), 0, 0, 40, 0)})
+    _, out = run(launch, attention_spec(layer, B200), given)
     assert_rounds_to(out, given.expected, sums=0.5)
 
 
