@@ -288,8 +288,9 @@ def weight_only_form(
     spec = stream_spec(product, "nvfp4_weight_only", text, numbers, target)
     # tiles of 8 rows are for the tensor core of a warp
     mma = ("mma_16bit",) if numbers["BLOCK_M"] >= 16 else ()
+    pieces = min(ceil_div(numbers["BLOCK_M"], 32), 4)
     return replace(
-        with_param(spec, "HW", has_conversion),
+        with_param(with_param(spec, "HW", has_conversion), "PIECES", pieces),
         args=(*weight_args(product, TILE_N, numbers["BLOCK_K"]), *spec.args),
         num_warps=8,
         features=("tma_load", "fp4_convert", *mma),
