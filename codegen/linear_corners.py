@@ -1,6 +1,7 @@
 """Corners of matrix products: the shapes of Llama-3-8B and DeepSeek-V3, and the edges of what each kernel takes."""
 
 from dataclasses import replace
+from typing import Any
 
 from octavo.codegen.corner import Corner
 from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tma_spec, tma_refusal
@@ -11,12 +12,12 @@ from octavo.compiler.target import Target
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 # q_a and kv_a, q_b, o, gate and up of a dense layer
 DEEPSEEK = ((2112, 7168), (24576, 1536), (7168, 16384), (36864, 7168))
-LOGITS = {"n": 128256, "k": 4096, "rows": "L", "out_dtype": "fp32"}
+LOGITS: dict[str, Any] = {"n": 128256, "k": 4096, "rows": "L", "out_dtype": "fp32"}
 BLOCK_SCALED = Nvfp4Product("T", 0, 0, "nvfp4", "bf16")
 WEIGHT_ONLY = replace(BLOCK_SCALED, x_dtype="bf16")
 FP8 = Product("T", 0, 0, "fp8", "bf16", bias=False, alpha="column", row_scale=True)
 BF16 = Product("T", 0, 0, "bf16", "bf16", bias=False)
-EVERYTHING = {"out_dtype": "fp32", "alpha": "column", "bias": "bf16", "residual": True}
+EVERYTHING: dict[str, Any] = {"out_dtype": "fp32", "alpha": "column", "bias": "bf16", "residual": True}
 
 
 def _nvfp4(product: Nvfp4Product, note: str = "") -> Corner:
