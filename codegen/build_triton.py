@@ -95,10 +95,10 @@ def _as_called(spec: KernelSpec, kernel: Kernel) -> Kernel:
 
 def _chosen(name: str, forms: list[Form], target: Target) -> Kernel | CodegenError:
     best = choose(forms, target)
-    if best is None or best.kernel is None:
+    if best is None:
         attempts = [(one["choice"], one["reasons"]) for form in forms for one in form.refused]
         return CodegenError(refusal(name, target, attempts))
-    return replace(best.kernel, form=best.index)
+    return best
 
 
 def _build(index: int, spec: KernelSpec, target: Target, workers: "SimpleQueue[_Worker]") -> Form:

@@ -1,7 +1,7 @@
 """Which of several forms of a kernel that were built is kept: the one with the shortest predicted time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.codegen.kernel import Kernel, KernelSpec
@@ -36,8 +36,8 @@ class Form:
     refused: list[dict[str, Any]] = field(default_factory=list)
 
 
-def choose(forms: Sequence[Form], target: Target) -> Form | None:
-    """The best of the forms that were built, with the others noted in its metadata; None if none was."""
+def choose(forms: Sequence[Form], target: Target) -> Kernel | None:
+    """The best of the forms that were built, with the others beside it and in its metadata; None if none was."""
     built = [form for form in forms if form.kernel is not None]
     if not built:
         return None
@@ -58,7 +58,8 @@ def choose(forms: Sequence[Form], target: Target) -> Form | None:
     ]
     if times:
         choice["predicted_us"] = times[built.index(best)]
-    return best
+    losers = tuple(form.kernel for form, _ in others if form.kernel is not None)
+    return replace(best.kernel, form=best.index, losers=losers)
 
 
 def predicted_us(kernel: Kernel | None, target: Target) -> float:

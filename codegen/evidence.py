@@ -49,7 +49,9 @@ def launch_of(spec: KernelSpec) -> dict[str, Any]:
 
 def turn_bytes(spec: KernelSpec) -> int:
     """Bytes of the tiles that TMA loads in a turn of the loop: all tensor maps but those of results; 0 without."""
-    loads = (arg for arg in spec.args if arg.kind == "descriptor" and not arg.name.startswith(("out", "residual")))
+    loads = (
+        arg for arg in spec.args if arg.kind == "descriptor" and not arg.name.startswith(("out", "residual"))
+    )
     return sum(math.prod(arg.block) * ITEM_BYTES[arg.dtype] for arg in loads) if spec.iterations else 0
 
 
@@ -67,11 +69,16 @@ def evidence_row(kernel: Kernel) -> dict[str, Cell]:
     refused      numbers of this form that were tried before and broke a limit
     choice       other forms that were built or refused, and the predicted time of each
     """
-    launch, evidence = kernel.metadata["launch"], kernel.metadata["evidence"]
+    return row_of(kernel.spec.name, kernel.spec.op, kernel.spec.when, kernel.metadata)
+
+
+def row_of(name: str, op: str, when: str, metadata: Mapping[str, Any]) -> dict[str, Cell]:
+    """The row of a kernel of which only name, op, condition and metadata are there."""
+    launch, evidence = metadata["launch"], metadata["evidence"]
     return {
-        "name": kernel.spec.name,
-        "op": kernel.spec.op,
-        "when": kernel.spec.when,
+        "name": name,
+        "op": op,
+        "when": when,
         "registers": evidence["registers"],
         "spill_bytes": evidence["spill_bytes"],
         "shared_bytes": launch["shared_bytes"],
@@ -79,8 +86,8 @@ def evidence_row(kernel: Kernel) -> dict[str, Cell]:
         "num_warps": launch["num_warps"],
         "instructions": sum(evidence["census"].values()),
         "key_opcodes": key_opcodes(evidence["census"]),
-        "refused": len(kernel.metadata["choice"]["refused"]),
-        "choice": kernel.metadata["choice"],
+        "refused": len(metadata["choice"]["refused"]),
+        "choice": metadata["choice"],
         "compile_s": evidence["compile_s"],
     }
 

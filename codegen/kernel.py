@@ -100,6 +100,7 @@ class Kernel:
     """A built kernel: its spec, the text that was compiled, the binary and what is known of it.
 
     form      which of the spec's forms it is, where the spec was given with candidates
+    losers    the other forms that were built, slower by the cost model
     metadata  the launch record and the static evidence of a GPU kernel (registers, spills, shared memory,
               tensor-memory columns, instruction census, loops); empty for host code, which is built as one program
     """
@@ -109,3 +110,4 @@ class Kernel:
     binary: bytes | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     form: int = 0
+    losers: tuple["Kernel", ...] = ()

@@ -23,6 +23,7 @@ from octavo.compiler.errors import ToolchainError
 from octavo.compiler.host import build_shared_library, host_features
 from octavo.compiler.legality import op
 from octavo.compiler.program import Program
+from octavo.compiler.step_cost import LOSERS
 from octavo.compiler.target import Target
 from octavo.compiler.weights import Weight
 from octavo.passes.plan_memory import plan_memory
@@ -157,11 +158,18 @@ def _add_kernels(built: Built, kernels: list[Kernel], launches: list[KernelSpec]
         own = str((kernel.spec.grid, kernel.spec.when))
         others = [{**work, **launch} for key, launch in other[name].items() if key != own]
         kernel.metadata["works"] = [work, *others]
-        assert kernel.binary is not None, f"{name} was not built"
-        built.files[f"kernels/{name}.py"] = kernel.source.encode()
-        built.files[f"kernels/{name}.cubin"] = kernel.binary
-        built.files[f"kernels/{name}.json"] = _json(kernel.metadata)
+        _add_files(built, "kernels", kernel)
+        for loser in kernel.losers:
+            _add_files(built, LOSERS, loser)
         built.kernels.append(evidence_row(kernel))
+
+
+def _add_files(built: Built, folder: str, kernel: Kernel) -> None:
+    name = kernel.spec.name
+    assert kernel.binary is not None, f"{name} was not built"
+    built.files[f"{folder}/{name}.py"] = kernel.source.encode()
+    built.files[f"{folder}/{name}.cubin"] = kernel.binary
+    built.files[f"{folder}/{name}.json"] = _json(kernel.metadata)
 
 
 def pack(

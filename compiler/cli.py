@@ -168,6 +168,7 @@ def inspect(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = Fa
 
 
 app.command()(cli_kernels.kernels)
+app.command()(cli_kernels.tune)
 
 
 @app.command()

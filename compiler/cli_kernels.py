@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler.cli_app import FAILED, Json, Trace, exit_codes, starting
+from octavo.compiler.cli_app import FAILED, ArtifactPath, Json, Trace, exit_codes, starting
 
 
 def kernels(
@@ -67,3 +67,18 @@ def kernels(
         with exit_codes(traceback):
             if not check_kernels(target or (), only, as_json):
                 raise typer.Exit(FAILED)
+
+
+def tune(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = False) -> None:
+    """Measure forms of kernels on this GPU; keep the fastest.
+
+    Example: octavo tune smol-b200.octavo
+
+    A build makes several forms of some kernels and chooses by a static model. On a machine with the GPU that ARTIFACT
+    is for, each is timed at steps where it is launched, from a cold L2 cache. The artifact is written anew with the
+    fastest forms, the times, and the device's name, clocks and driver. Neither torch nor Triton is needed.
+    """
+    with exit_codes(traceback), starting():
+        from octavo.compiler.commands.tune import run
+    with exit_codes(traceback):
+        run(artifact, as_json)

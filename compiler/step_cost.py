@@ -12,6 +12,9 @@ from octavo.compiler.expression import holds
 from octavo.compiler.program import Program, Step
 from octavo.compiler.target import Target
 
+# The folder of forms of kernels that the cost model did not choose, for a device to judge.
+LOSERS = "kernels/losers"
+
 
 @dataclass
 class KernelTime:
@@ -59,10 +62,11 @@ class StepTime:
 def kernel_records(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """The metadata of every GPU kernel of the artifact by name: launch, evidence, work, choice."""
     names = sorted({step.kernel for step in artifact.program.steps})
-    return {name: _record(artifact, f"kernels/{name}.json") for name in names}
+    return {name: read_record(artifact, f"kernels/{name}.json") for name in names}
 
 
-def _record(artifact: Artifact, file: str) -> dict[str, Any]:
+def read_record(artifact: Artifact, file: str) -> dict[str, Any]:
+    """The metadata in one file of the artifact."""
     try:
         record = json.loads(artifact.read(file))
     except ValueError as error:

@@ -92,6 +92,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.api": 8,
     "octavo.compiler.resume": 8,
     "octavo.compiler.check": 8,
+    "octavo.compiler.tune": 8,
     "octavo.compiler.device_target": 8,
     "octavo.compiler.chat": 8,
     "octavo.compiler.reproducer": 6,

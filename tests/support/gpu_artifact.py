@@ -41,8 +41,10 @@ def records() -> dict[str, dict[str, Any]]:
     return {FEW: record(when="T <= 16"), MANY: record(**many), ADD: add}
 
 
-def write_gpu_artifact(path: Path, changed: Mapping[str, Any] | None = None) -> Path:
-    """The artifact at `path`. changed: kernel name -> its metadata, in place of what records() has."""
+def write_gpu_artifact(
+    path: Path, changed: Mapping[str, Any] | None = None, more: Mapping[str, bytes] | None = None
+) -> Path:
+    """The artifact at `path`. changed: kernel name -> its metadata, in place of what records() has; more: files."""
     kernels = {**records(), **(changed or {})}
     weight = Step(FEW, ("x", "logits"), ("128", "1", "1"), "T <= 16")
     many = Step(MANY, ("x", "logits"), ("128", "1", "1"), "T > 16")
@@ -68,5 +70,5 @@ def write_gpu_artifact(path: Path, changed: Mapping[str, Any] | None = None) -> 
         manifest=manifest,
         program=Program(buffers, steps, "64 * T", 64),
         weights={},
-        files={**files, "report.json": json.dumps(report).encode()},
+        files={**files, **(more or {}), "report.json": json.dumps(report).encode()},
     )
