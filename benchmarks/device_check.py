@@ -61,7 +61,7 @@ def main() -> int:
     options = parse()
     missing = [name for name in WANTED if find_spec(name) is None]
     if missing:
-        print(f"not installed: {', '.join(missing)}; what needs them is left out")
+        print(f"not installed: {', '.join(missing)}; it goes on without")
     if options.dry_run:
         return dry_run(load_target(options.target or "b200"), options.only)
     try:
@@ -233,9 +233,15 @@ def run_kernels(target: Target, word: str, seconds: float) -> Result:
 
 def run_end_to_end(target: Target, seconds: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--target", target.name, "--output", f"{folder}/artifact"]
+        arguments = [
+            "benchmarks.device_end_to_end",
+            "--target",
+            target.name,
+            "--output",
+            f"{folder}/artifact",
+        ]
         # compiling is silent, and takes most of the time
-        lines = list(lines_of("benchmarks.device_end_to_end", arguments, seconds, seconds))
+        lines = list(lines_of("benchmarks.device_bare", arguments, seconds, seconds))
     return {"lines": lines}
 
 

@@ -128,8 +128,10 @@ class Bench:
                 result = self.run_point(spec, built, point)
             except Exception as error:
                 result = {"ok": False, "note": f"{type(error).__name__}: {error}"[:500]}
-            torch.cuda.empty_cache()
             yield {"point": point.label, **result, "wall_s": round(time.perf_counter() - began, 2)}
+            if not result["ok"]:
+                torch.cuda.synchronize()  # after a fault nothing works in this process: end it here
+            torch.cuda.empty_cache()
 
     def run_point(self, spec: Any, built: Mapping[str, Built], point: Point) -> Result:
         dims = point.dims
