@@ -4,6 +4,7 @@ from octavo.codegen import (
     attention_corners,
     kv_quantize_triton,
     linear_corners,
+    mla_fp8_triton,
     moe_corners,
     norm_quantize_triton,
     quantize_triton,
@@ -21,6 +22,7 @@ CORNERS: tuple[Corner, ...] = (
     *linear_corners.CORNERS,
     *attention_corners.CORNERS,
     *moe_corners.CORNERS,
+    *mla_fp8_triton.CORNERS,
     *sampling_triton.CORNERS,
     *speculative_triton.CORNERS,
 )

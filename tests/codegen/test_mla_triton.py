@@ -1,5 +1,6 @@
 """Latent attention for b200: what is chosen, what is refused, and that DeepSeek's sizes build within every limit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import fx
 from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.evidence import evidence_row
 from octavo.codegen.mla import HeadProduct, Latents
+from octavo.codegen.mla_fp8_triton import fp8_refusal, mla_fp8_spec
 from octavo.codegen.mla_triton import head_linear_spec, latent_write_spec, mla_spec
 from octavo.codegen.select import select
 from octavo.compiler.errors import CodegenError
@@ -96,3 +98,34 @@ def test_selects_by_what_the_step_holds() -> None:
 def test_refuses(node: fx.Node, reason: str) -> None:
     with pytest.raises(CodegenError, match=reason):
         select(node, B200)
+
+
+def test_fp8_pages_are_multiplied_natively_where_a_tile_has_the_rows() -> None:
+    deepseek = Latents(128, 512, 64, 64, "bf16", "fp8", 0.1)
+    wide = mla_fp8_spec(deepseek, B200).launches
+    assert [spec.template.split("/")[1].split(".")[0] for spec in wide] == [
+        "latent_queries_fp8", "paged_mla_fp8", "paged_attention_combine", "paged_mla_fp8",
+    ]  # fmt: skip
+    assert {"mma_fp8", "tma_load"} <= set(wide[1].features)
+    assert [name for name, _, _ in wide[0].scratch] == ["q", "q_scale", "partial", "lse"]
+    assert dict(wide[1].params)["PARTS"] == 2 and wide[1].grid[1] == "2"
+    gathered = mla_fp8_spec(replace(deepseek, page_size=16), B200).launches[1]
+    assert "tma_load" not in gathered.features
+    small = mla_fp8_spec(deepseek, load_target("rtx_pro_6000")).launches
+    assert "mma_fp8" not in small[0].features and dict(small[0].params)["BLOCK_M"] == 16
+
+
+def test_what_fp8_pages_do_not_serve_is_refused() -> None:
+    deepseek = Latents(128, 512, 64, 64, "bf16", "fp8", 0.1)
+    assert fp8_refusal(deepseek, B200) is None
+    assert "at most 512 elements, got 640" in (fp8_refusal(replace(deepseek, rank=640), B200) or "")
+    assert "pages of fp32 serve" in (fp8_refusal(replace(deepseek, dtype="fp32"), B200) or "")
+    assert "sm_89" in (fp8_refusal(deepseek, replace(B200, arch=89)) or "")
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_fp8_pages_of_deepseek_build_on_the_fp8_tensor_core() -> None:
+    spec = mla_fp8_spec(Latents(128, 512, 64, 64, "bf16", "fp8", 0.1), B200).launches[1]
+    row = evidence_row(build_kernels([spec], B200)[0])
+    assert (row["spill_bytes"], row["refused"]) == (0, 0)
+    assert "UTCQMMA" in str(row["key_opcodes"]) and "UTMALDG" in str(row["key_opcodes"])
