@@ -15,7 +15,8 @@ FEATURES: dict[str, dict[tuple[int, ...], str]] = {
     "tma_store": {(90, 100, 103, 120): r"UTMASTG"},
     "mma_16bit": {(90,): r"HGMMA", _BLACKWELL: r"UTCHMMA", (120,): r"HMMA"},
     "mma_fp8": {(90,): r"QGMMA", _BLACKWELL: r"UTCQMMA", (120,): r"QMMA"},
-    "mma_nvfp4": {_BLACKWELL: r"UTCOMMA\S*\.4X", (120,): r"OMMA\S*\.4X"},
+    # a scale for 16 elements: four in 64, or by the name that the disassembler has on sm_103
+    "mma_nvfp4": {(100,): r"UTCOMMA\S*\.4X", (103,): r"UTCOMMA\S*\.BLOCK16", (120,): r"OMMA\S*\.4X"},
     "scales_by_copy": {_BLACKWELL: r"UTCCP"},
     "fp4_convert": {(100, 103, 120): r"F2FP\S*E2M1"},
     "fp8_convert": {(90, 100, 103, 120): r"F2FP\S*E4M3"},

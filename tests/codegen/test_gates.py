@@ -100,6 +100,10 @@ def test_block_scaled_products_are_told_from_others_by_their_modifiers() -> None
     assert "expected mma_nvfp4" in violations(scaled, B200, record)[0]
     record["evidence"]["census"]["UTCOMMA.4X"] = 4
     assert violations(scaled, B200, record) == []
+    b300 = load_target("b300")
+    assert "expected mma_nvfp4" in violations(scaled, b300, record)[0]
+    record["evidence"]["census"]["UTCOMMA.BLOCK16"] = 4
+    assert violations(scaled, b300, record) == []
 
 
 def test_a_kernel_that_may_begin_early_waits() -> None:
