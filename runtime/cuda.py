@@ -71,6 +71,9 @@ class Driver(Protocol):
 
     device: Device
 
+    def close(self) -> None:
+        """Unload kernels and let go of the device. Memory is its owners' to free, before."""
+
     def activate(self) -> None:
         """Make the device that of the calling thread; before anything else in a thread."""
 

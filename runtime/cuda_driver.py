@@ -145,7 +145,6 @@ class CudaDriver:
         self.activate()
 
     def close(self) -> None:
-        """Unload kernels and let go of the device. Memory is its owners' to free, before."""
         self.activate()
         for module in self._modules:
             self._call("cuModuleUnload", module)

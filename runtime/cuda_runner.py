@@ -71,7 +71,9 @@ class CudaRunner:
         self._prepared: OrderedDict[tuple[int, ...], _Launches] = OrderedDict()
         self._captured: OrderedDict[tuple[int, ...], int] = OrderedDict()
         # by hand, when the runner is dropped, or when the process ends
-        self.close = weakref.finalize(self, _close, self._memory, self._stream, self._captured)
+        self.close = weakref.finalize(
+            self, _close, self._memory, self._stream, self._captured, owns_driver=driver is None
+        )
         self._output = self.program.of_kind("output")[0]
         self._inputs = self.program.of_kind("input")
         self.addresses = upload_weights(
@@ -273,13 +275,18 @@ class CudaRunner:
         self._driver.synchronize(self._stream)
 
 
-def _close(memory: DeviceMemory, stream: int, captured: OrderedDict[tuple[int, ...], int]) -> None:
+def _close(
+    memory: DeviceMemory, stream: int, captured: OrderedDict[tuple[int, ...], int], owns_driver: bool
+) -> None:
     driver = memory.driver
-    driver.activate()
-    while captured:
-        driver.free_graph(captured.popitem()[1])
-    memory.release()
-    driver.free_stream(stream)
+    with suppress(ExecutionError):  # after a fault of the device there is nothing left to give back
+        driver.activate()
+        while captured:
+            driver.free_graph(captured.popitem()[1])
+        memory.release()
+        driver.free_stream(stream)
+        if owns_driver:
+            driver.close()
 
 
 def load_kernels(artifact: Artifact, driver: Driver) -> dict[str, Kernel]:

@@ -47,7 +47,6 @@ def test_the_nearest_is_taken_with_a_warning(
     found: tuple[str, int, int], name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = RecordingDriver(device(*found))
-    monkeypatch.setattr(RecordingDriver, "close", lambda self: None, raising=False)
     monkeypatch.setattr(device_target, "CudaDriver", lambda: driver)
     with pytest.warns(UserWarning, match=said):
         assert resolve_target("auto").name == name

@@ -240,7 +240,25 @@ def test_all_memory_is_given_back(artifact: Artifact) -> None:
     assert not driver.allocated and not driver.pinned and not driver.graphs
     runner.close()
     CudaRunner(artifact, 10, driver=driver)  # dropped at once
-    assert not driver.allocated and not driver.pinned
+    assert not driver.allocated and not driver.pinned and not driver.is_closed  # it is the caller's
+
+
+def test_a_driver_of_its_own_is_closed(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SumsDriver()
+    monkeypatch.setattr(cuda_runner, "CudaDriver", lambda: driver)
+    CudaRunner(artifact, 10).close()
+    assert driver.is_closed and not driver.allocated
+
+
+def test_closing_after_a_fault_says_nothing(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SumsDriver()
+    runner = CudaRunner(artifact, 10, driver=driver)
+
+    def fault(address: int) -> None:
+        raise ExecutionError("cuMemFree_v2: a fault")
+
+    monkeypatch.setattr(driver, "free", fault)
+    runner.close()
 
 
 def test_weights_larger_than_the_staging_memory(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,13 @@ class RecordingDriver:
         self.graphs: dict[int, list[Callable[[], None]]] = {}
         self.num_graph_launches = 0
         self.uploads = self.waits = 0
+        self.is_closed = False
         self.fail: ExecutionError | None = None
         self._capturing: list[Callable[[], None]] | None = None
         self._next_handle = 0
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def activate(self) -> None:
         pass
