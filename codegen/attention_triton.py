@@ -259,7 +259,9 @@ def prefill_spec(attention: Attention, target: Target) -> KernelSpec:
 
 def whole_spec(attention: Attention, target: Target, form: Form) -> KernelSpec:
     heads = attention.heads
-    rows = 128 if attention.operand != "fp32" else max(power_of_2(heads.group), 32)
+    # the sums of 128 wide rows do not fit the registers of sm_120
+    few = 64 if attention.is_wide and target.arch == 120 else 128
+    rows = max(power_of_2(heads.group), few if attention.operand != "fp32" else 32)
     row_bytes = heads.num_heads * (heads.head_dim + heads.value_dim) * ITEM_BYTES[attention.dtype]
     tokens = rows // heads.group
     # that a tile sees of each request: half of the new ones and all before them
@@ -298,7 +300,7 @@ def prefill_forms(attention: Attention, target: Target) -> tuple[Form, ...]:
     wide = (Form(64, 8, 3), Form(64, 8, 2))
     narrow = (Form(32, 8, 3), Form(32, 8, 2), Form(32, 8, 1), Form(16, 8, 1))
     few_warps = (Form(64, 4, 3), Form(64, 4, 2))
-    is_small = max(heads.head_dim, heads.value_dim) <= 64
+    is_small = max(heads.head_dim, heads.value_dim) <= 64 and target.arch != 120
     plain = (*few_warps, *wide, *narrow) if is_small else (*wide, *few_warps, *narrow)
     has_masks = attention.window or attention.softcap or attention.slopes or attention.tree
     if attention.is_wide or (target.arch == 120 and (has_masks or attention.is_quantized)):
