@@ -62,6 +62,11 @@ def test_a_child_that_dies_or_hangs_costs_one_corner(
     }  # fmt: skip
     report["failures"] = module.failures(report)
     assert len(report["failures"]) == 7
+    never_began = {
+        **report,
+        "kernels": {**kernels, "left_out": "from corner 0 of 5 on: exit code 1: no driver"},
+    }
+    assert "kernels from corner 0 of 5 on: exit code 1: no driver" in module.failures(never_began)
     module.show(report)
     out = capsys.readouterr().out
     assert "7 failures" in out and "c4 few: off by 0.5" in out and "end to end: its time is over" in out
