@@ -258,8 +258,8 @@ def test_dequantised_codes(launch: Launch, quantization: Quantization, target: s
 @pytest.mark.slow
 @every_format
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("k", [16, 48, 64, 112, 176, 1040])
-@pytest.mark.parametrize("rows", [1, 2, 31, 37, 97])
+@pytest.mark.parametrize("k", [16, 48, 112, 1040])
+@pytest.mark.parametrize("rows", [1, 31, 97])
 def test_sweep_of_sizes(launch: Launch, quantization: Quantization, target: str, rows: int, k: int) -> None:
     x = awkward(rows, k, torch.bfloat16)
     rows_own = outer_of(quantization, x)
