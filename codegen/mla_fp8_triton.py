@@ -45,9 +45,13 @@ def mla_fp8_spec(latents: Latents, target: Target) -> KernelSpec:
     heads = ceil_div(latents.heads, min(latents.heads, rows)) * parts
     splits = min(max(2 * (target.sm_count or 1) // heads, 1), MAX_SPLITS)
     joined = replace(joining_spec(latents, splits), when="T == R")
-    queries = (queries_spec(latents),) if is_native(rows) else ()
     decode = replace(decode_spec(latents, rows, splits, target), when="T == R")
-    prefill = replace(prefill_spec(latents, rows, target), when="T > R")
+    # few heads: several tokens fill a tile, where there are several
+    many_rows = rows if is_small(target) else max(rows, NATIVE_ROWS)
+    prefill = replace(prefill_spec(latents, many_rows, target), when="T > R")
+    queries = (replace(queries_spec(latents), when="" if is_native(rows) else "T > R"),) * is_native(
+        many_rows
+    )
     launches = (*queries, decode, joined, prefill)
     # a node's workspace is that of its first launch
     scratch = tuple(entry for launch in launches for entry in launch.scratch)
@@ -56,10 +60,15 @@ def mla_fp8_spec(latents: Latents, target: Target) -> KernelSpec:
 
 def tile_rows(latents: Latents, target: Target) -> int:
     """Rows of a tile: all heads up to 128 where shared memory holds them, 16 where it is small."""
-    if (target.smem_bytes or 0) < SMALL_SMEM_BYTES:
+    if is_small(target):
         return 16
     wanted = power_of_2(latents.heads, 16)
     return min(wanted, WIDE_ROWS if target.tmem_columns else NATIVE_ROWS)
+
+
+def is_small(target: Target) -> bool:
+    """Whether shared memory holds no tile of 64 rows of queries and two of keys."""
+    return (target.smem_bytes or 0) < SMALL_SMEM_BYTES
 
 
 def is_native(rows: int) -> bool:
@@ -157,14 +166,20 @@ def _spec(
         label=f"{latents.label}_fp8_{'decode' if split else 'prefill'}",
         **rest,
     )
-    first, *others = (_form(spec, latents, rows, form, tma) for form, tma in forms(latents, rows, target))
+    # sums in tensor memory pass through the registers in two halves; sums in registers stay where they are
+    pieces = 2 if target.tmem_columns and is_native(rows) else 1
+    first, *others = (
+        _form(spec, latents, rows, form, tma, pieces) for form, tma in forms(latents, rows, target)
+    )
     return replace(first, alternatives=tuple(others))
 
 
 def forms(latents: Latents, rows: int, target: Target) -> tuple[tuple[Form, bool], ...]:
     """(form, whether pages come by tensor maps), best first."""
     if is_native(rows):
-        sizes: tuple[Form, ...] = (Form(64, 8, 2), Form(32, 8, 3), Form(32, 8, 2), Form(32, 8, 1))
+        few_keys = (Form(32, 8, 3), Form(32, 8, 2), Form(32, 8, 1))
+        # rows of several tokens have a position each, in registers that 64 keys do not leave
+        sizes: tuple[Form, ...] = few_keys if latents.heads < rows else (Form(64, 8, 2), *few_keys)
     else:
         sizes = (
             Form(64, 8, 2),
@@ -185,9 +200,9 @@ def takes_tma(latents: Latents, rows: int, block_n: int) -> bool:
     return is_whole and latents.page_size % block_n == 0 and rows % min(latents.heads, rows) == 0
 
 
-def _form(spec: KernelSpec, latents: Latents, rows: int, form: Form, tma: bool) -> KernelSpec:
+def _form(spec: KernelSpec, latents: Latents, rows: int, form: Form, tma: bool, pieces: int) -> KernelSpec:
     native = is_native(rows)
-    numbers = {"tma": tma, "BLOCK_N": form.block_n, "PIECES": 2, "STAGES": form.stages}
+    numbers = {"tma": tma, "BLOCK_N": form.block_n, "PIECES": pieces, "STAGES": form.stages}
     for name, value in numbers.items():
         spec = with_param(spec, name, value)
     return replace(

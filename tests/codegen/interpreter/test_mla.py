@@ -202,9 +202,10 @@ def test_prefill_over_fp8_pages(launch: Launch, variant: str) -> None:
 
 
 def test_small_shared_memory_takes_16_rows(launch: Launch) -> None:
-    ran, out, expected = run_fp8(launch, replace(WIDE, heads=20), [(1, 70)], RTX)
-    assert ran == [MLA_FP8, COMBINE]
-    assert_near(out, expected, ran)
+    for new, launches in ((1, [MLA_FP8, COMBINE]), (3, [MLA_FP8])):
+        ran, out, expected = run_fp8(launch, replace(WIDE, heads=20), [(new, 70)], RTX)
+        assert ran == launches
+        assert_near(out, expected, ran)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
