@@ -200,6 +200,8 @@ def test_the_form_with_the_shortest_predicted_time_is_chosen_and_the_others_are_
     assert kernel.metadata["launch"]["function"] == short.name
     choice = kernel.metadata["choice"]
     (loser,), (dropped,) = choice["losers"], choice["dropped"]
+    (kept,) = kernel.losers
+    assert (kept.spec.name, kept.binary is not None) == (tall.name, True)
     assert loser["name"] == tall.name and loser["predicted_us"] > 1.03 * choice["predicted_us"]
     assert dropped["name"] == too_deep.name and "shared-memory" in str(dropped["refused"])
 
