@@ -259,8 +259,9 @@ def prefill_spec(attention: Attention, target: Target) -> KernelSpec:
 
 def whole_spec(attention: Attention, target: Target, form: Form) -> KernelSpec:
     heads = attention.heads
-    # the sums of 128 wide rows do not fit the registers of sm_120
-    few = 64 if attention.is_wide and target.arch == 120 else 128
+    # sums of 128 wide rows leave no registers for conversions, on sm_120 for nothing, but in tensor memory
+    has_room = target.tmem_columns or (target.arch != 120 and not attention.is_quantized)
+    few = 128 if has_room or not attention.is_wide else 64
     rows = max(power_of_2(heads.group), few if attention.operand != "fp32" else 32)
     row_bytes = heads.num_heads * (heads.head_dim + heads.value_dim) * ITEM_BYTES[attention.dtype]
     tokens = rows // heads.group

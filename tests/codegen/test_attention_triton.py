@@ -106,6 +106,16 @@ def test_rows_of_few_tokens_are_those_of_the_request() -> None:
     assert list(rows.values()) == [16, 16, 32, 64, 64, 128]
 
 
+def test_wide_heads_have_as_many_rows_as_registers_hold() -> None:
+    wide = replace(LLAMA, heads=Heads(8, 4, 256, 256, 64))
+    rows = [
+        params(attention_spec(replace(wide, pages=pages), target).launches[-1])["BLOCK_M"]
+        for target in (B200, H100, RTX)
+        for pages in ("", "fp8")
+    ]
+    assert rows == [128, 128, 128, 64, 64, 64]
+
+
 def test_work_of_a_step() -> None:
     """4 requests of 1000 tokens: 15 whole tiles and a part of one, for each of 8 kv heads."""
     dims = {"T": 4, "R": 4, "S": 4000, "P": 16, "num_pages": 100}
