@@ -180,8 +180,8 @@ def test_what_is_beyond_fp16_saturates_and_nan_stays_in_its_row(launch: Launch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("x_dtype", ["nvfp4", "bf16", "fp16"])
-@pytest.mark.parametrize("rows", [1, 2, 7, 17, 31, 64, 65, 127, 128, 131, 257])
-@pytest.mark.parametrize(("n", "k"), [(8, 64), (128, 128), (264, 192), (248, 832), (1032, 1024)])
+@pytest.mark.parametrize("rows", [1, 7, 31, 65, 131, 257])
+@pytest.mark.parametrize(("n", "k"), [(8, 64), (264, 192), (248, 832), (1032, 1024)])
 def test_sweep(launch: Launch, assert_rounds_to: Check, x_dtype: str, rows: int, n: int, k: int) -> None:
     for product in (PLAIN, FULL):
         product = replace(product, n=n, k=k, x_dtype=x_dtype)
