@@ -10,8 +10,8 @@ from octavo.compiler.program import ITEM_BYTES
 
 # In the order in which a table shows them: tensor core, its memory, TMA, copies, then what may be slow.
 KEY_OPCODES = (
-    "UTCHMMA", "UTCQMMA", "UTCOMMA", "HGMMA", "HMMA", "LDTM", "STTM", "UTMALDG", "UTMASTG", "LDGSTS",
-    "LDG", "STG", "LDS", "STS", "MUFU", "SHFL", "LDL", "STL",
+    "UTCHMMA", "UTCQMMA", "UTCOMMA", "HGMMA", "QGMMA", "HMMA", "QMMA", "OMMA", "LDTM", "STTM", "UTCCP", "UTMALDG",
+    "UTMASTG", "LDGSTS", "LDG", "STG", "LDS", "STS", "MUFU", "SHFL", "F2F", "LDL", "STL",
 )  # fmt: skip
 
 Cell = str | int | float | dict[str, Any]
