@@ -53,7 +53,7 @@ def place_spec(places: Places, counted: bool) -> KernelSpec:
         op="moe",
         template="triton/moe_permute.py.jinja",
         params=(
-            ("counted", counted), *_expert_params(places), ("CHUNK", CHUNK), ("ROWS", max(4096 // block_e, 1)),
+            ("counted", counted), *_expert_params(places), ("CHUNK", CHUNK), ("ROWS", min(max(4096 // block_e, 1), 16)),
             ("TILE", places.tile),
         ),
         args=(
