@@ -175,6 +175,7 @@ def run_argmax(launch: Launch, logits: Tensor, block: int = 16) -> Tensor:
 @pytest.mark.parametrize("vocab", [1, 16, 97])
 def test_argmax_is_the_first(launch: Launch, dtype: torch.dtype, vocab: int) -> None:
     logits = torch.randint(-3, 3, (3, vocab)).to(dtype)
+    logits[1] = 1
     logits[2] = -torch.arange(vocab, 0, -1)
     expected = [int(np.argmax(row)) for row in logits.float().numpy()]
     assert run_argmax(launch, logits).tolist() == expected
