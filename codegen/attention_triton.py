@@ -6,8 +6,8 @@ from typing import Any
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.quantize_triton import has_fp4_conversion
 from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, tiles
-from octavo.compiler.dims import ITEM_BYTES
 from octavo.compiler.expression import at_most
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 MAX_SPLITS = 32

@@ -9,10 +9,10 @@ from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
 from octavo.codegen.row import arguments, result_dtype
-from octavo.compiler.dims import CACHE_NAME, ITEM_BYTES, dim_names, dtype_name, is_view, leaves_graph, to_dim
+from octavo.compiler.dims import CACHE_NAME, dim_names, dtype_name, is_view, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.origin import where
-from octavo.compiler.program import STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+from octavo.compiler.program import ITEM_BYTES, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
 from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
 
 ORDER: tuple[BufferKind, ...] = ("input", "cache", "weight", "output", "workspace")

@@ -15,8 +15,7 @@ from octavo.codegen.specs_triton import (
     rope_kv_write_spec,
     warps_for,
 )
-from octavo.compiler.dims import ITEM_BYTES
-from octavo.compiler.program import Dim
+from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 PAGE_DTYPES = {"fp8": "fp8", "nvfp4": "u8"}
@@ -138,7 +137,7 @@ def _pages(heads: Heads, pages: str, dtype: str = "bf16") -> tuple[Corner, Corne
 def _copy(heads: int, row_bytes: int, page_size: int = 64) -> Corner:
     return Corner(
         f"copy_pages h{heads} b{row_bytes}",
-        lambda target: copy_pages_spec("N", 32, heads, page_size, row_bytes),
+        lambda target: copy_pages_spec("R", 32, heads, page_size, row_bytes),
     )
 
 

@@ -6,7 +6,8 @@ from octavo.codegen.kernel import Arg, KernelSpec
 from octavo.codegen.mla_nodes import read_head_product, read_latents
 from octavo.codegen.row import Row, static_size, tensor, token_count
 from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats
-from octavo.compiler.dims import ITEM_BYTES, dtype_name
+from octavo.compiler.dims import dtype_name
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 

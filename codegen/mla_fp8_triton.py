@@ -10,7 +10,7 @@ from octavo.codegen.linear_triton import with_param
 from octavo.codegen.mla import HeadProduct, Latents
 from octavo.codegen.mla_triton import MAX_RANK, head_linear_spec, joining_spec, mla_spec
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
-from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # The tensor core of an arch with tensor memory, and that of sm_90, take FP8 from 64 rows on.

@@ -5,8 +5,8 @@ from torch import fx
 from octavo.codegen.moe import Mixture, Router
 from octavo.codegen.row import arguments, static_size, tensor, token_count
 from octavo.compiler.dims import dtype_name
-from octavo.compiler.ops.mlp import ACTIVATIONS
 from octavo.compiler.ops.moe import GROUP_SCORES, SCORINGS
+from octavo.compiler.pointwise import ACTIVATIONS
 from octavo.compiler.target import Target
 
 

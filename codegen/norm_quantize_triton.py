@@ -6,9 +6,8 @@ from octavo.codegen.corner import Corner
 from octavo.codegen.kernel import KernelSpec, Param
 from octavo.codegen.quantize_triton import FORMATS, LIMITS, Quantization, numbered, quantize_spec
 from octavo.codegen.specs_triton import pointer, rms_norm_spec
-from octavo.compiler.dims import ITEM_BYTES
-from octavo.compiler.ops.mlp import ACTIVATIONS
-from octavo.compiler.program import Dim
+from octavo.compiler.pointwise import ACTIVATIONS
+from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from octavo.codegen.corner import Corner
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, warps_for
-from octavo.compiler.dims import ITEM_BYTES
-from octavo.compiler.program import Dim
+from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 BLOCK_ELEMENTS = 16

@@ -18,7 +18,7 @@ from octavo.codegen.specs_triton import (
     rope_kv_write_spec,
     rope_spec,
 )
-from octavo.compiler.ops.mlp import ACTIVATIONS
+from octavo.compiler.pointwise import ACTIVATIONS
 
 # SmolLM2, gpt-oss, Llama-3-8B, DeepSeek-V3, Llama-3-70B, the widest row.
 HIDDEN = (576, 2880, 4096, 7168, 8192, 16384)

@@ -6,10 +6,10 @@ from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor, token_count
-from octavo.compiler.dims import ITEM_BYTES, dtype_name
-from octavo.compiler.ops.mlp import ACTIVATIONS
+from octavo.compiler.dims import dtype_name
 from octavo.compiler.ops.pointwise import kind
-from octavo.compiler.pointwise import NAMES, operations, write
+from octavo.compiler.pointwise import ACTIVATIONS, NAMES, operations, write
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # Elements of K that one dot product takes at most: the rows of a tile then fit the first-level cache.

@@ -10,7 +10,7 @@ from octavo.codegen.corner import Corner
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_stages
 from octavo.codegen.specs_triton import ceil_div, gather_rows_spec, in_order, pointer, power_of_2
-from octavo.compiler.dims import ITEM_BYTES
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # The third word of a random number's counter. 0 is what runtime/sampler.py draws with.

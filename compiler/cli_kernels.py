@@ -57,12 +57,12 @@ def kernels(
         with exit_codes(traceback):
             show_kernels(artifact, as_json, at or (), plot)
     elif model is not None:
-        with exit_codes(traceback), starting(show=True):
+        with exit_codes(traceback), starting():
             from octavo.compiler.commands.model_kernels import build_model
         with exit_codes(traceback):
             build_model(model, precision, (target or ["b200"])[0], as_json)
     else:
-        with exit_codes(traceback), starting(show=True):
+        with exit_codes(traceback), starting():
             from octavo.compiler.commands.check_kernels import check as check_kernels
         with exit_codes(traceback):
             if not check_kernels(target or (), only, as_json):

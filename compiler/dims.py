@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from octavo.compiler.errors import IllegalGraphError
-from octavo.compiler.program import ITEM_BYTES as ITEM_BYTES
 from octavo.compiler.program import STEP_INPUTS, Dim
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from octavo.compiler.errors import CaptureError
-from octavo.compiler.ops.mlp import ACTIVATIONS
 from octavo.compiler.ops.moe import gate
+from octavo.compiler.pointwise import ACTIVATIONS
 
 INTERFACE = "octavo"
 # What transformers' decorator sets on every module whose experts go through the interface.

@@ -14,6 +14,8 @@ from octavo.compiler.errors import IllegalGraphError
 
 NAMES = ("a", "b", "c", "d")
 FUNCTIONS = ("exp", "tanh", "sigmoid", "rsqrt", "sqrt", "silu", "relu", "gelu", "gelu_tanh")
+# Those of a gated layer: activation(gate) * up.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.Add: ("+", lambda x, y: x + y), ast.Sub: ("-", lambda x, y: x - y), ast.Mult: ("*", lambda x, y: x * y),
     ast.Div: ("/", lambda x, y: x / y),

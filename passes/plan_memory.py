@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 import octavo.compiler.ops  # noqa: F401  (registers the ops that IN_PLACE names)
-from octavo.compiler.dims import ITEM_BYTES, as_expression, dim_names, dtype_name, is_view, leaves_graph
+from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.program import ITEM_BYTES
 
 ALIGNMENT = 64
 # result: arguments that it may overwrite, best first; kernels read element i of them before they write it.

@@ -5,8 +5,7 @@ from torch.nn import functional as F
 
 from octavo.compiler.ops.linear import linear
 from octavo.compiler.ops.op import Op, accumulator
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+from octavo.compiler.pointwise import ACTIVATIONS
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.rows_cpp import ROWS
 from octavo.compiler.errors import CodegenError
-from octavo.compiler.ops.mlp import ACTIVATIONS
+from octavo.compiler.pointwise import ACTIVATIONS
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (FP32, BF16)

@@ -26,7 +26,8 @@ def loops(*lines: str) -> list[int]:
 
 def test_census_pipes_and_the_opcodes_of_a_loop() -> None:
     text = sass(
-        "LDC R1, c[0x0][0x37c]", ".L_x_1", "@P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64]", "@!UP0 UTMALDG.2D [UR8], [UR6]",
+        "LDC R1, c[0x0][0x37c]", ".L_x_1", "@P0 LDG.E.128.CONSTANT R4, desc[UR4][R2.64]",
+        "@!UP0 UTMALDG.2D [UR8], [UR6]",
         "HMMA.16816.F32.BF16 R4, R8, R12, R4", "F2F.BF16.F32 R0, R0", "F2FP.BF16.F32.PACK_AB R0, R1, R0",
         "MUFU.EX2 R0, R0", "FFMA R0, R1, R2, R3", "UIADD3 UR4, UR4, 0x1, URZ", "LDTM.x64 R4, tmem[UR4]",
         "LDGDEPBAR", "@P1 BRA `(.L_x_1)", "STG.E.128 desc[UR4][R2.64], R4", "EXIT",

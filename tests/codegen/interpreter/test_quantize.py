@@ -13,7 +13,7 @@ from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.norm_quantize_triton import act_mul_quantize_spec, rms_norm_quantize_spec
 from octavo.codegen.quantize_triton import FORMATS, LIMITS, Quantization, dequantize_spec, quantize_spec
 from octavo.codegen.specs_triton import act_mul_spec, rms_norm_spec
-from octavo.compiler.ops.mlp import ACTIVATIONS
+from octavo.compiler.pointwise import ACTIVATIONS
 from octavo.compiler.target import load_target
 
 Launch = Callable[[KernelSpec, dict[str, Tensor], dict[str, int]], list[str]]

@@ -7,9 +7,10 @@ import torch
 
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.specs_triton import act_mul_spec, add_spec, gather_rows_spec, rms_norm_spec
-from octavo.compiler.ops.mlp import ACTIVATIONS, act_mul
+from octavo.compiler.ops.mlp import act_mul
 from octavo.compiler.ops.norm import add_rms_norm, rms_norm
 from octavo.compiler.ops.rows import embedding, gather_logits
+from octavo.compiler.pointwise import ACTIVATIONS
 
 Launch = Callable[[KernelSpec, dict[str, torch.Tensor], dict[str, int]], list[str]]
 Check = Callable[..., None]

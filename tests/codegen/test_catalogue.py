@@ -1,0 +1,77 @@
+"""Every corner on every kind of arch, short of building it: what it says of itself must make sense."""
+
+import pytest
+
+from octavo.codegen.catalogue import CORNERS
+from octavo.codegen.corner import Corner
+from octavo.codegen.gates import FEATURES
+from octavo.codegen.kernel import KernelSpec
+from octavo.codegen.render import render, template_names
+from octavo.compiler.expression import evaluate, validate, validate_condition
+from octavo.compiler.program import DIMS
+from octavo.compiler.target import Target, load_target
+
+TARGETS = [load_target(name) for name in ("b200", "b300", "h100", "rtx_pro_6000")]
+SIZES = (*DIMS, "S")
+
+
+def launches(corner: Corner, target: Target) -> list[KernelSpec]:
+    return [] if corner.refuse(target) else list(corner.make(target).launches)
+
+
+def check_expressions(kernel: KernelSpec) -> None:
+    validate_condition(kernel.when, DIMS)
+    shapes = [size for arg in kernel.args for size in (*arg.shape, arg.value) if size != ""]
+    shapes += [size for _, _, shape in kernel.scratch for size in shape]
+    for expression in (*kernel.grid, *shapes):
+        if not isinstance(expression, float):
+            validate(expression, DIMS)
+    for expression in (kernel.bytes, kernel.flops, kernel.iterations or "0", kernel.tiles or "0"):
+        validate(expression, SIZES)
+        assert evaluate(expression, dict.fromkeys(SIZES, 3)) >= 0
+
+
+def check_forms(kernel: KernelSpec, name: str) -> None:
+    """A fallback is called with the same buffers and grid, through tensor maps or not; another form in its own way."""
+    for form in kernel.forms:
+        assert (form.op, form.scratch, form.when) == (kernel.op, kernel.scratch, kernel.when), name
+        for other in form.alternatives:
+            assert (called_with(other), other.grid) == (called_with(form), form.grid), name
+
+
+def called_with(kernel: KernelSpec) -> list[tuple[str, str, object]]:
+    return [(arg.name, arg.dtype, arg.value) for arg in kernel.args]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_every_corner_has_sound_expressions_known_features_and_a_text(target: Target) -> None:
+    rendered: set[str] = set()
+    for corner in CORNERS:
+        for kernel in launches(corner, target):
+            check_expressions(kernel)
+            assert set(kernel.features) <= set(FEATURES), corner.name
+            check_forms(kernel, corner.name)
+            if kernel.template not in rendered:
+                compile(render(kernel), kernel.template, "exec")
+                rendered.add(kernel.template)
+
+
+def test_corners_have_names_of_their_own() -> None:
+    names = [corner.name for corner in CORNERS]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_every_template_has_a_corner() -> None:
+    used = {
+        kernel.template for corner in CORNERS for target in TARGETS for kernel in launches(corner, target)
+    }
+    assert set(template_names("triton")) - used == {
+        n for n in template_names("triton") if n.startswith("triton/_")
+    }
+
+
+def test_blackwell_has_no_corner_refused_for_lack_of_a_tensor_core() -> None:
+    """What is refused on B200 is refused for its shape or because it is another arch's form."""
+    for corner in CORNERS:
+        reason = corner.refuse(TARGETS[0])
+        assert reason is None or "sm_100" not in reason or "no " not in reason, (corner.name, reason)
