@@ -44,7 +44,8 @@ def build_kernels(
 ) -> list[Kernel]:
     """One built kernel for each spec, in order; specs of the same name are built once.
 
-    Where a spec has candidates, all its forms are built and the kernel's spec is the chosen one.
+    Where a spec has candidates, all its forms are built. The kernel's spec is what was built in the end: the chosen
+    form, or the fallback of it that keeps the limits.
     progress is called with (kernel name, kernels done, kernels in all), from the calling thread.
     Raises CodegenError for a kernel that does not compile or breaks a limit in every one of its forms, and
     ToolchainError without Triton.
@@ -90,7 +91,7 @@ def each_kernel(
 
 def _as_called(spec: KernelSpec, kernel: Kernel) -> Kernel:
     """The kernel for one of the specs of its name: sizes and conditions of the launch are that spec's own."""
-    return replace(kernel, spec=spec.forms[kernel.form])
+    return replace(kernel, spec=spec.forms[kernel.form].choices[kernel.choice])
 
 
 def _chosen(name: str, forms: list[Form], target: Target) -> Kernel | CodegenError:
@@ -104,7 +105,7 @@ def _chosen(name: str, forms: list[Form], target: Target) -> Kernel | CodegenErr
 def _build(index: int, spec: KernelSpec, target: Target, workers: "SimpleQueue[_Worker]") -> Form:
     """The first choice of a form's numbers that compiles and keeps the limits, and why others were refused."""
     refused: list[dict[str, Any]] = []
-    for choice in (spec, *spec.alternatives):
+    for place, choice in enumerate(spec.choices):
         source = render(choice)
         try:
             record, cubin = _compile_cached(choice, source, target, workers)
@@ -115,14 +116,14 @@ def _build(index: int, spec: KernelSpec, target: Target, workers: "SimpleQueue[_
         if reasons:
             refused.append({"choice": _numbers(choice), "reasons": reasons})
             continue
-        called = replace(choice, when=spec.when, grid=spec.grid, bytes=spec.bytes, flops=spec.flops)
         facts = {
             **record,
             "choice": {"numbers": _numbers(choice), "refused": refused},
-            "work": work_of(called, record["evidence"]["census"]),
+            "work": work_of(choice, record["evidence"]["census"]),
         }
-        return Form(index, spec, _numbers(choice), Kernel(spec, source, cubin, facts), refused)
-    return Form(index, spec, _numbers(spec), None, refused)
+        kernel = Kernel(choice, source, cubin, facts, form=index, choice=place)
+        return Form(spec, _numbers(choice), kernel, refused)
+    return Form(spec, _numbers(spec), None, refused)
 
 
 def _numbers(spec: KernelSpec) -> str:

@@ -24,12 +24,10 @@ TIE = 0.03
 class Form:
     """One form of a kernel after its build.
 
-    index    its place among spec.forms
     kernel   None if no choice of its numbers keeps the limits
     refused  (numbers, reasons) of the choices that were tried and refused
     """
 
-    index: int
     spec: KernelSpec
     numbers: str
     kernel: Kernel | None
@@ -51,7 +49,9 @@ def choose(forms: Sequence[Form], target: Target) -> Kernel | None:
     choice = best.kernel.metadata["choice"]
     others = [(form, time) for form, time in zip(built, times, strict=False) if form is not best]
     choice["losers"] = [
-        {"name": form.spec.name, "numbers": form.numbers, "predicted_us": time} for form, time in others
+        {"name": form.kernel.spec.name, "numbers": form.numbers, "predicted_us": time}
+        for form, time in others
+        if form.kernel is not None
     ]
     choice["dropped"] = [
         {"name": form.spec.name, "refused": form.refused} for form in forms if form.kernel is None
@@ -59,7 +59,7 @@ def choose(forms: Sequence[Form], target: Target) -> Kernel | None:
     if times:
         choice["predicted_us"] = times[built.index(best)]
     losers = tuple(form.kernel for form, _ in others if form.kernel is not None)
-    return replace(best.kernel, form=best.index, losers=losers)
+    return replace(best.kernel, losers=losers)
 
 
 def predicted_us(kernel: Kernel | None, target: Target) -> float:

@@ -38,7 +38,7 @@ class KernelSpec:
                   number of tokens is unknown when a node is selected, so a node may get a kernel for each range
     also          the node's further launches, in order, each under its own `when`
     scratch       (name, dtype, shape) of workspace that the node's launches share; args refer to it by name
-    alternatives  same args and grid, other numbers: what the build tries next when a gate refuses this one
+    alternatives  fallbacks, other numbers for the same work: what the build tries next when a gate refuses this one
     features      what the machine code must show, names of gates.FEATURES: "tma_load", "mma_nvfp4"
     candidates    other tiles, grid and arguments for the same work: the build makes all and keeps the one of which the
                   cost model expects most. op, when, scratch and also are this spec's, whatever theirs are
@@ -73,8 +73,15 @@ class KernelSpec:
     @property
     def forms(self) -> tuple["KernelSpec", ...]:
         """This spec and its candidates, each as it would be launched in this one's place."""
-        shared = {"op": self.op, "when": self.when, "scratch": self.scratch, "also": self.also}
-        return (self, *(replace(form, **shared) for form in self.candidates))  # type: ignore[arg-type]
+        return (self, *map(self._in_place, self.candidates))
+
+    @property
+    def choices(self) -> tuple["KernelSpec", ...]:
+        """This form and its fallbacks, likewise."""
+        return (self, *map(self._in_place, self.alternatives))
+
+    def _in_place(self, other: "KernelSpec") -> "KernelSpec":
+        return replace(other, op=self.op, when=self.when, scratch=self.scratch, also=self.also)
 
     @property
     def launches(self) -> tuple["KernelSpec", ...]:
@@ -100,6 +107,7 @@ class Kernel:
     """A built kernel: its spec, the text that was compiled, the binary and what is known of it.
 
     form      which of the spec's forms it is, where the spec was given with candidates
+    choice    which of that form's choices it is: the first that keeps the limits
     losers    the other forms that were built, slower by the cost model
     metadata  the launch record and the static evidence of a GPU kernel (registers, spills, shared memory,
               tensor-memory columns, instruction census, loops); empty for host code, which is built as one program
@@ -110,4 +118,5 @@ class Kernel:
     binary: bytes | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     form: int = 0
+    choice: int = 0
     losers: tuple["Kernel", ...] = ()

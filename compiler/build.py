@@ -76,12 +76,16 @@ def build(
 
 
 def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:
-    """The spec with every launch in the form that was chosen for its name; unchanged where none was built."""
+    """The spec with every launch in the form that was built for its name; unchanged where none was built."""
     first, *others = (
-        launch.forms[chosen[launch.name].form] if launch.name in chosen else launch
+        _built_form(launch, chosen[launch.name]) if launch.name in chosen else launch
         for launch in spec.launches
     )
     return replace(first, also=tuple(others))
+
+
+def _built_form(launch: KernelSpec, kernel: Kernel) -> KernelSpec:
+    return launch.forms[kernel.form].choices[kernel.choice]
 
 
 def _selections(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:
@@ -153,7 +157,8 @@ def _add_kernels(built: Built, kernels: list[Kernel], launches: list[KernelSpec]
     other: dict[str, dict[str, dict[str, Any]]] = {}
     for launch in launches:
         other.setdefault(launch.name, {})[str((launch.grid, launch.when))] = launch_of(launch)
-    for kernel in kernels:
+    # specs of different names may have fallen back to one
+    for kernel in {kernel.spec.name: kernel for kernel in kernels}.values():
         name, work = kernel.spec.name, kernel.metadata["work"]
         own = str((kernel.spec.grid, kernel.spec.when))
         others = [{**work, **launch} for key, launch in other[name].items() if key != own]
