@@ -23,9 +23,11 @@ from octavo.compiler.cli_app import (
     PageSize,
     Proofs,
     Trace,
-    app,
     exit_codes,
     starting,
+)
+from octavo.compiler.cli_app import (
+    app as app,
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.compiler.cli_app import app
+from octavo.compiler.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
