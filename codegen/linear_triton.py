@@ -184,7 +184,12 @@ def pointer_spec(product: Product, block_m: int, block_n: int, block_k: int) -> 
         num_warps=4,
         num_stages=3,
     )
-    return with_stages(spec, 2, 1)
+    staged = with_stages(spec, 2, 1)
+    # rows that are read element by element take registers
+    short = replace(
+        with_param(with_param(spec, "STAGES", 1), "BLOCK_K", min(block_k, 32)), num_warps=8, num_stages=1
+    )
+    return replace(staged, alternatives=(*staged.alternatives, short))
 
 
 def with_param(spec: KernelSpec, name: str, value: Param) -> KernelSpec:

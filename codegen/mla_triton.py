@@ -23,15 +23,22 @@ FORMS = {
 
 def mla_spec(latents: Latents, target: Target) -> KernelSpec:
     """A split context where every request has one token: T == R says so, as none comes without."""
-    block_m = min(power_of_2(latents.heads, 16), MAX_ROWS[latents.dtype])
+    most = max_rows(latents, target)
+    block_m = min(power_of_2(latents.heads, 16), most)
     tiles = ceil_div(latents.heads, min(latents.heads, block_m))
     splits = min(max(2 * (target.sm_count or 1) // tiles, 1), MAX_SPLITS)
     decode = _every_form(decode_spec(latents, block_m, splits), when="T == R")
     joined = replace(joining_spec(latents, splits), when="T == R")
-    rows = MAX_ROWS[latents.dtype]
     # Heads that do not fill the rows of a tile cost registers for finding each row's token: smaller tiles then.
-    rows = rows if rows % min(latents.heads, rows) == 0 else block_m
+    rows = most if most % min(latents.heads, most) == 0 else block_m
     return in_order(decode, joined, _every_form(prefill_spec(latents, rows), when="T > R"))
+
+
+def max_rows(latents: Latents, target: Target) -> int:
+    """Rows of the tallest tile: 16 where shared memory does not hold the queries of more and 32 keys."""
+    most = MAX_ROWS[latents.dtype]
+    needed = (most + 32) * latents.width * ITEM_BYTES[latents.dtype]
+    return 16 if target.smem_bytes and needed > target.smem_bytes else most
 
 
 def _every_form(spec: KernelSpec, **changes: Any) -> KernelSpec:
