@@ -128,8 +128,8 @@ def test_expressions_of_a_spec_are_about_sizes_of_a_step(node: fx.Node) -> None:
         for expression in (kernel.bytes, kernel.flops):
             validate(expression, (*DIMS, "S"))
             assert evaluate(expression, dict.fromkeys((*DIMS, "S"), 3)) >= 0
-        for other in kernel.alternatives:
-            assert (other.args, other.grid, other.scratch) == (kernel.args, kernel.grid, kernel.scratch)
+        for other in kernel.choices:
+            assert (other.op, other.when, other.scratch) == (kernel.op, kernel.when, kernel.scratch)
 
 
 def launched(spec: KernelSpec, **dims: int) -> list[str]:
@@ -164,7 +164,7 @@ def test_the_last_linear_writes_fp32() -> None:
     [
         (linear(64, 100), 100, "TMA needs rows of a multiple of 16 bytes, got k 100 (200 bytes)"),
         (linear(50257, 64), 100, "TMA needs rows of a multiple of 16 bytes, got n 50257 (100514 bytes)"),
-        (linear(64, 64, FP32), 100, "dtype must be bf16, got fp32"),
+        (linear(64, 64, FP32), 100, "dtype must be bf16 or fp8, got fp32"),
         (linear(64, 64), 80, "TMA needs sm_90 or newer, b200 is sm_80"),
     ],
     ids=["odd_k", "odd_n", "fp32", "sm_80"],
@@ -233,5 +233,6 @@ def test_shapes_reach_the_kernel() -> None:
     assert {name: given[0][name] for name in names} == {
         "NUM_HEADS": 20, "NUM_KV_HEADS": 4, "HEAD_DIM": 80, "BLOCK_D": 128, "PAGE_SIZE": 16,
     }  # fmt: skip
-    assert given[0]["sinks"] is True
+    combine = choose(attention(20, 4, 80, 16, sinks=True)).spec.launches[1]
+    assert dict(combine.params)["sinks"] is True
     assert (given[1]["N"], given[1]["K"], given[1]["bias"]) == (960, 576, True)
