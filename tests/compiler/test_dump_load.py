@@ -20,7 +20,6 @@ from octavo.compiler.errors import IllegalGraphError, OctavoError
 from octavo.compiler.pipeline import PIPELINE, apply_step
 from octavo.passes.rewrite import set_meta
 
-
 # One of each kind in every run; the others take minutes.
 SOME = ("gemma3", "qwen3", "falcon", "deepseek_v3", "gpt_oss", "mixtral", "cohere2")
 EVERY = [
