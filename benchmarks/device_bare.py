@@ -21,8 +21,6 @@ NOT_NEEDED = ("rich", "safetensors")
 class Empty(ModuleType):
     """A package whose every name is a class without anything."""
 
-    __path__: list[str] = []  # noqa: RUF012  (a package's own)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -24,7 +24,7 @@ from benchmarks.device_inputs import (
     tensors_of,
     unknown_sizes,
 )
-from benchmarks.device_references import TOLERANCE, Reference, reference_of, worst_error
+from benchmarks.device_references import SCALED_MM, TOLERANCE, Reference, reference_of, worst_error
 from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.catalogue import CORNERS
 from octavo.codegen.corner import Corner
@@ -91,9 +91,7 @@ class Bench:
         rates["bf16"] = flops / self.seconds(lambda: a @ b.T)[0]
         one = torch.ones((), device=self.device)
         c, d = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        rates["fp8"] = (
-            flops / self.seconds(lambda: torch._scaled_mm(c, d.T, one, one, out_dtype=torch.bfloat16))[0]
-        )
+        rates["fp8"] = flops / self.seconds(lambda: SCALED_MM(c, d.T, one, one, out_dtype=torch.bfloat16))[0]
         return rates
 
     def seconds(self, work: Callable[[], object]) -> tuple[float, float]:

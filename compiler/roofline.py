@@ -170,6 +170,7 @@ def _free_place(
     """Offset in points and box in pixels; the outermost where every place is taken."""
     choices = [(ring * dx, ring * dy) for ring in _RINGS for dx, dy in _DIRECTIONS]
     width, height = size
+    box: Box = frame
     for dx, dy in choices:
         anchor, middle = place[0] + dx * scale, place[1] + dy * scale
         left = anchor if dx > 0 else anchor - width if dx < 0 else anchor - width / 2

@@ -79,19 +79,23 @@ class Driver(Protocol):
 
     def load_function(self, cubin: bytes, name: str, shared_bytes: int) -> int:
         """A kernel that may take so much dynamic shared memory."""
+        ...
 
     def allocate(self, num_bytes: int) -> int:
         """Address of device memory, whose content is anything; 256-byte aligned."""
+        ...
 
     def free(self, address: int) -> None: ...
 
     def allocate_host(self, num_bytes: int) -> NDArray[np.uint8]:
         """Page-locked host memory, which copies at full speed and asynchronously."""
+        ...
 
     def free_host(self, array: NDArray[np.uint8]) -> None: ...
 
     def memory(self) -> tuple[int, int]:
         """(free, all) bytes of the device."""
+        ...
 
     def upload(self, address: int, source: NDArray[Any], stream: int) -> None: ...
 
@@ -119,9 +123,11 @@ class Driver(Protocol):
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
         """Its 128 bytes, a parameter of a kernel."""
+        ...
 
     def prepare(self, function: int, launch: Launch, parameters: Sequence[bytes]) -> Any:
         """A launch that `launch` can repeat. parameters in the order of the kernel's own table."""
+        ...
 
     def launch(self, prepared: Any, stream: int) -> None: ...
 
@@ -130,6 +136,7 @@ class Driver(Protocol):
 
     def end_capture(self, stream: int) -> int:
         """The noted work as a graph."""
+        ...
 
     def launch_graph(self, graph: int, stream: int) -> None: ...
 

@@ -65,7 +65,8 @@ def install() -> None:
     builder.create_dot = dot
     builder.create_dot_scaled = dot_scaled
     builder.create_inline_asm = inline_asm
-    interpreter.ReduceOps.generic_reduce = generic_reduce
+    reductions: Any = interpreter.ReduceOps
+    reductions.generic_reduce = generic_reduce
     semantic: Any = TritonSemantic
     if semantic.dot_scaled is _original_dot_scaled:
         semantic.dot_scaled = semantic_dot_scaled

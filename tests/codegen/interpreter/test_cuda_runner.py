@@ -38,7 +38,7 @@ def model() -> LlamaForCausalLM:
     for parameter in model.parameters():
         if parameter.dim() == 2:  # far enough from zero for every part of the model to matter
             torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return model.to(torch.bfloat16).eval()
+    return model.bfloat16().eval()
 
 
 def build_one_form(specs: Sequence[KernelSpec], target: Target, progress: Any) -> list[Kernel]:

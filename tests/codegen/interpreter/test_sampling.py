@@ -109,6 +109,7 @@ def test_ties_go_to_the_lowest_ids(launch: Launch) -> None:
     """Equal logits on both sides of every threshold; -0 equals 0."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 1.0, 0.0, 2.0, -0.0]]).repeat(4, 1)
     params = [(1.0, 4, 1.0, 0.0), (1.0, 0, 0.75, 0.0), (1.0, 7, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
+    record = torch.empty(0)
     for point in range(2**50, 2**53, 2**51):
         points = torch.full((4,), point)
         tokens, record = sample(launch, logits, params, points, block=8)
