@@ -55,7 +55,8 @@ def build_kernels(
         if isinstance(result, CodegenError):
             raise result
         built[name] = result
-    return [_as_called(spec, built[spec.name]) for spec in specs]
+    # sizes and conditions of a launch are those of each spec of the name
+    return [replace(built[spec.name], spec=built[spec.name].called_as(spec)) for spec in specs]
 
 
 def each_kernel(
@@ -87,11 +88,6 @@ def each_kernel(
     finally:
         for worker in owned:
             worker.stop()
-
-
-def _as_called(spec: KernelSpec, kernel: Kernel) -> Kernel:
-    """The kernel for one of the specs of its name: sizes and conditions of the launch are that spec's own."""
-    return replace(kernel, spec=spec.forms[kernel.form].choices[kernel.choice])
 
 
 def _chosen(name: str, forms: list[Form], target: Target) -> Kernel | CodegenError:

@@ -120,3 +120,7 @@ class Kernel:
     form: int = 0
     choice: int = 0
     losers: tuple["Kernel", ...] = ()
+
+    def called_as(self, spec: KernelSpec) -> KernelSpec:
+        """What a launch of `spec`, of which this is the kernel, calls: its form and choice that were built."""
+        return spec.forms[self.form].choices[self.choice]

@@ -78,14 +78,9 @@ def build(
 def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:
     """The spec with every launch in the form that was built for its name; unchanged where none was built."""
     first, *others = (
-        _built_form(launch, chosen[launch.name]) if launch.name in chosen else launch
-        for launch in spec.launches
+        chosen[launch.name].called_as(launch) if launch.name in chosen else launch for launch in spec.launches
     )
     return replace(first, also=tuple(others))
-
-
-def _built_form(launch: KernelSpec, kernel: Kernel) -> KernelSpec:
-    return launch.forms[kernel.form].choices[kernel.choice]
 
 
 def _selections(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
 from octavo.compiler.expression import evaluate, holds
-from octavo.compiler.program import DIMS
+from octavo.compiler.program import DIMS, ITEM_BYTES
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 from octavo.runtime.cuda_memory import ALIGNMENT, DeviceMemory, Progress, Region, upload_weights
 from octavo.runtime.kv_cache import NULL_PAGE
-from octavo.runtime.model_runner import ITEM_BYTES, num_bytes, page_bytes
+from octavo.runtime.model_runner import num_bytes, page_bytes
 
 DEFAULT_MAX_REQUESTS = 64
 # Of the memory that weights and workspace leave free, this share becomes pages; graphs and other libraries

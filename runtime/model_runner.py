@@ -14,13 +14,12 @@ from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, ToolchainError
 from octavo.compiler.expression import evaluate
 from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
-from octavo.compiler.program import DIMS, Buffer, Program
+from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program
 from octavo.runtime.batch import Batch
 
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
 SPINS = 1000
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "i32": 4, "i64": 8, "u8": 1}
 
 # The default pool holds this many sequences of full length, if that takes no more than this share of free
 # memory.
