@@ -7,7 +7,7 @@ from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.quantize_triton import has_fp4_conversion
 from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, tiles
 from octavo.compiler.expression import at_most
-from octavo.compiler.program import ITEM_BYTES
+from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 MAX_SPLITS = 32
@@ -147,9 +147,21 @@ def attention_spec(attention: Attention, target: Target) -> KernelSpec:
 
 
 def max_splits(attention: Attention, target: Target) -> int:
-    """Parts that give every multiprocessor two programs when there is one request, a tile each at least."""
-    splits = min(max(2 * (target.sm_count or 1) // attention.heads.num_kv_heads, 1), MAX_SPLITS)
+    """As splits_for, with a tile of the window each at least."""
+    splits = splits_for(attention.heads.num_kv_heads, target)
     return min(splits, ceil_div(attention.window, 64) + 1) if attention.window else splits
+
+
+def splits_for(programs: int, target: Target) -> int:
+    """Parts that give every multiprocessor two programs when there is one request of so many programs."""
+    return min(max(2 * (target.sm_count or 1) // programs, 1), MAX_SPLITS)
+
+
+def parts_scratch(
+    count: Dim, heads: int, parts: Dim, width: int
+) -> tuple[tuple[str, str, tuple[Dim, ...]], ...]:
+    """What the parts of a context leave for the kernel that combines them."""
+    return ("partial", "fp32", (count, heads, parts, width)), ("lse", "fp32", (count, heads, parts))
 
 
 def num_splits(splits: int) -> str:
@@ -221,10 +233,7 @@ def split_spec(
         bytes=f"S * {attention.token_bytes} + T * {q_bytes}",
         flops=f"S * {2 * heads.num_heads * (heads.head_dim + heads.value_dim)}" + " * T // R" * is_ragged,
         iterations=f"({_keys(attention)} // {form.block_n} + R) * {heads.num_kv_heads}",
-        scratch=(
-            ("partial", "fp32", ("T", heads.num_heads, parts, heads.value_dim)),
-            ("lse", "fp32", ("T", heads.num_heads, parts)),
-        ),
+        scratch=parts_scratch("T", heads.num_heads, parts, heads.value_dim),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from octavo.codegen.attention_triton import MAX_SPLITS, num_splits
+from octavo.codegen.attention_triton import num_splits, parts_scratch, splits_for
 from octavo.codegen.corner import Corner
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_param
@@ -43,7 +43,7 @@ def mla_fp8_spec(latents: Latents, target: Target) -> KernelSpec:
     rows = tile_rows(latents, target)
     parts = value_parts(rows)
     heads = ceil_div(latents.heads, min(latents.heads, rows)) * parts
-    splits = min(max(2 * (target.sm_count or 1) // heads, 1), MAX_SPLITS)
+    splits = splits_for(heads, target)
     joined = replace(joining_spec(latents, splits), when="T == R")
     decode = replace(decode_spec(latents, rows, splits, target), when="T == R")
     # few heads: several tokens fill a tile, where there are several
@@ -120,10 +120,7 @@ def decode_spec(latents: Latents, rows: int, splits: int, target: Target) -> Ker
         bytes=f"S * {latents.width} + R * {row_bytes}",
         flops=f"S * {latents.flops_of_key}",
         iterations=f"(S // BLOCK_N + R) * {programs}",
-        scratch=(
-            ("partial", "fp32", ("R", latents.heads, parts, latents.rank)),
-            ("lse", "fp32", ("R", latents.heads, parts)),
-        ),
+        scratch=parts_scratch("R", latents.heads, parts, latents.rank),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from octavo.codegen.attention_triton import MAX_SPLITS, Attention, combine_spec, num_splits
+from octavo.codegen.attention_triton import Attention, combine_spec, num_splits, parts_scratch, splits_for
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_param, with_stages
 from octavo.codegen.mla import HeadProduct, Latents
@@ -25,13 +25,12 @@ def mla_spec(latents: Latents, target: Target) -> KernelSpec:
     """A split context where every request has one token: T == R says so, as none comes without."""
     most = max_rows(latents, target)
     block_m = min(power_of_2(latents.heads, 16), most)
-    tiles = ceil_div(latents.heads, min(latents.heads, block_m))
-    splits = min(max(2 * (target.sm_count or 1) // tiles, 1), MAX_SPLITS)
-    decode = _every_form(decode_spec(latents, block_m, splits), when="T == R")
+    splits = splits_for(ceil_div(latents.heads, min(latents.heads, block_m)), target)
+    decode = replace(decode_spec(latents, block_m, splits), when="T == R")
     joined = replace(joining_spec(latents, splits), when="T == R")
     # Heads that do not fill the rows of a tile cost registers for finding each row's token: smaller tiles then.
     rows = most if most % min(latents.heads, most) == 0 else block_m
-    return in_order(decode, joined, _every_form(prefill_spec(latents, rows), when="T > R"))
+    return in_order(decode, joined, replace(prefill_spec(latents, rows), when="T > R"))
 
 
 def max_rows(latents: Latents, target: Target) -> int:
@@ -41,27 +40,18 @@ def max_rows(latents: Latents, target: Target) -> int:
     return 16 if target.smem_bytes and needed > target.smem_bytes else most
 
 
-def _every_form(spec: KernelSpec, **changes: Any) -> KernelSpec:
-    """The same changes to a spec and to its alternatives, which differ in tiles only."""
-    others = tuple(replace(other, **changes) for other in spec.alternatives)
-    return replace(spec, alternatives=others, **changes)
-
-
 def decode_spec(latents: Latents, block_m: int, splits: int) -> KernelSpec:
     parts = num_splits(splits)
     heads = min(latents.heads, block_m)
     written = (pointer("partial", "fp32"), pointer("lse", "fp32"), number("num_splits", parts))
     row_bytes = latents.heads * (latents.width * ITEM_BYTES[latents.dtype] + latents.rank * 4)
-    return _every_form(
-        _spec(latents, block_m, True, written),
+    return _spec(
+        latents, block_m, True, written,
         grid=("R", str(ceil_div(latents.heads, heads)), parts),
         bytes=f"S * {latents.width * ITEM_BYTES[latents.cache_dtype]} + R * {row_bytes}",
         flops=f"S * {latents.flops_of_key}",
-        scratch=(
-            ("partial", "fp32", ("R", latents.heads, parts, latents.rank)),
-            ("lse", "fp32", ("R", latents.heads, parts)),
-        ),
-    )
+        scratch=parts_scratch("R", latents.heads, parts, latents.rank),
+    )  # fmt: skip
 
 
 def joining_spec(latents: Latents, splits: int) -> KernelSpec:
@@ -75,15 +65,15 @@ def prefill_spec(latents: Latents, block_m: int) -> KernelSpec:
     """flops are those of T queries that see S keys between them; a causal square needs half."""
     heads = min(latents.heads, block_m)
     written = (pointer("cu_seqlens_q", "i32"), pointer("out", latents.dtype), number("num_requests", "R"))
-    return _every_form(
-        _spec(latents, block_m, False, written),
+    return _spec(
+        latents, block_m, False, written,
         grid=(f"T // {block_m // heads} + R", str(ceil_div(latents.heads, heads)), "1"),
         bytes=latents.bytes,
         flops=f"T * S * {latents.flops_of_key}",
-    )
+    )  # fmt: skip
 
 
-def _spec(latents: Latents, block_m: int, split: bool, written: tuple[Arg, ...]) -> KernelSpec:
+def _spec(latents: Latents, block_m: int, split: bool, written: tuple[Arg, ...], **rest: Any) -> KernelSpec:
     names = ("q_latent", "q_rope", "cache")
     indices = (pointer("page_table", "i32"), pointer("seq_lens", "i32"))
     params: tuple[tuple[str, Param], ...] = (
@@ -101,6 +91,7 @@ def _spec(latents: Latents, block_m: int, split: bool, written: tuple[Arg, ...])
             *(pointer(name, latents.dtype) for name in names), *indices, *written, number("max_pages", "P"),
         ),
         label=f"{latents.label}_{'decode' if split else 'prefill'}",
+        **rest,
     )  # fmt: skip
     # 64 queries and two tiles of 64 keys of a whole latent exceed any shared memory
     is_large = block_m * latents.rank > 16 * MAX_RANK

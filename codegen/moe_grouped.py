@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from octavo.codegen.quantize_triton import scale_tiles
 from octavo.codegen.specs_triton import ceil_div
 from octavo.compiler.expression import at_most
 from octavo.compiler.program import Dim
@@ -50,7 +51,7 @@ class Places:
     @property
     def scale_tiles(self) -> str:
         """Tiles of 128 rows of scales."""
-        return f"(({self.rows} + 127) // 128)"
+        return scale_tiles(self.rows)
 
 
 @dataclass(frozen=True)

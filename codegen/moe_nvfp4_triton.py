@@ -5,19 +5,13 @@ from dataclasses import replace
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import with_stages
 from octavo.codegen.moe_grouped import FEW_TILE, MANY_TILE, Grouped, Unit
-from octavo.codegen.quantize_triton import has_fp4_conversion
+from octavo.codegen.quantize_triton import has_fp4_conversion, scale_map
 from octavo.codegen.specs_triton import ceil_div, pointer, tiles
-from octavo.compiler.program import ITEM_BYTES, Dim
+from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # Bits of an NVFP4 element with its share of a scale.
 NVFP4_BITS = 4.5
-
-
-def scale_map(name: str, row_tiles: Dim, k: int, block_rows: int, block_k: int) -> Arg:
-    """Scales in the 128 x 4 layout as a tensor map: row_tiles tiles of 128 rows, read block_rows x block_k at once."""
-    shape: tuple[Dim, ...] = (1, row_tiles, ceil_div(k, 64), 2, 256)
-    return tiles(name, "fp8", shape, (1, block_rows // 128, block_k // 64, 2, 256))
 
 
 def _weight(product: Grouped, kind: str, block_n: int, block_k: int) -> tuple[Arg, ...]:

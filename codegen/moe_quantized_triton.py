@@ -16,6 +16,7 @@ from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.moe_grouped import FEW_TILE, MANY_TILE, WEIGHT_ONLY_TILE, Experts, Grouped, Places
 from octavo.codegen.moe_nvfp4_triton import few_spec, fp8_many_spec, nvfp4_few_spec, nvfp4_many_spec
 from octavo.codegen.moe_permute_triton import permute_specs, placed_sum_spec, quantize_rows_spec
+from octavo.codegen.quantize_triton import scale_bytes
 from octavo.codegen.specs_triton import in_order, power_of_2
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
@@ -98,8 +99,8 @@ def _rows(layer: Experts, scheme: str, places: Places, tag: str) -> Scratch:
     found: Scratch = ((f"parts_{tag}", "bf16", (places.rows, layer.hidden)),)
     for name, k in ((f"rows_{tag}", layer.hidden), (f"hidden_{tag}", layer.intermediate)):
         if scheme == "nvfp4":
-            scales = (f"{places.scale_tiles} * {k // 64 * 512}",)
-            found += ((name, "u8", (places.rows, k // 2)), (f"{name}_scale", "fp8", scales))
+            scales = scale_bytes(places.rows, k)
+            found += ((name, "u8", (places.rows, k // 2)), (f"{name}_scale", "fp8", (scales,)))
         elif scheme == "fp8":
             found += ((name, "fp8", (places.rows, k)), (f"{name}_scale", "fp32", (places.rows,)))
         else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param
 from octavo.codegen.linear_triton import FEW_ROWS, is_worth_wide, with_param, with_stages
-from octavo.codegen.quantize_triton import has_fp4_conversion
+from octavo.codegen.quantize_triton import has_fp4_conversion, nvfp4_bytes, scale_map, scale_tiles
 from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
@@ -74,24 +74,11 @@ class Nvfp4Product:
         )
 
 
-def nvfp4_bytes(k: int) -> int:
-    """Bytes of the codes and scales of k elements."""
-    return k // 2 + k // 16
-
-
-def scale_map(name: str, rows: Dim, k: int, block_rows: int, block_k: int) -> Arg:
-    """Scales of `rows` rows in the 128 x 4 layout as a tensor map."""
-    tall: Dim = ceil_div(rows, 128) if isinstance(rows, int) else f"(({rows}) + 127) // 128"
-    return tiles(
-        name, "fp8", (1, tall, ceil_div(k, 64), 2, 256), (1, block_rows // 128, block_k // 64, 2, 256)
-    )
-
-
 def weight_args(product: Nvfp4Product, block_n: int, block_k: int) -> tuple[Arg, Arg]:
     """Codes and scales of the weight: one layout for every kernel, whether x is quantised or not."""
     return (
         tiles("weight", "u8", (product.n, product.k // 2), (block_n, block_k // 2)),
-        scale_map("weight_scale", product.n, product.k, block_n, block_k),
+        scale_map("weight_scale", ceil_div(product.n, 128), product.k, block_n, block_k),
     )
 
 
@@ -231,7 +218,7 @@ def block_scaled_form(
         product.kernel("nvfp4_linear", text, numbers),
         args=(
             tiles("x", "u8", (product.rows, product.k // 2), (block_m, block_k // 2)),
-            scale_map("x_scale", product.rows, product.k, block_m, block_k),
+            scale_map("x_scale", scale_tiles(product.rows), product.k, block_m, block_k),
             *weight_args(product, block_n, block_k),
             *product.epilogue(tiles("residual", product.out_dtype, shape, piece)),
             tiles("out", product.out_dtype, shape, piece),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from octavo.codegen.corner import Corner
 from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, warps_for
+from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
@@ -23,9 +23,25 @@ def has_fp4_conversion(target: Target) -> bool:
     return target.arch is not None and target.arch >= 100
 
 
+def nvfp4_bytes(k: int) -> int:
+    """Bytes of the codes and scales of k elements."""
+    return k // 2 + k // BLOCK_ELEMENTS
+
+
+def scale_tiles(rows: Dim) -> str:
+    """Tiles of 128 rows that the 128 x 4 layout holds the scales of `rows` rows in, as an expression."""
+    return f"((({rows}) + 127) // 128)"
+
+
 def scale_bytes(rows: Dim, k: int) -> str:
     """Bytes of the scales of `rows` rows in the 128 x 4 layout, as an expression."""
-    return f"(({rows}) + 127) // 128 * {512 * ceil_div(k, 64)}"
+    return f"{scale_tiles(rows)} * {512 * ceil_div(k, 64)}"
+
+
+def scale_map(name: str, row_tiles: Dim, k: int, block_rows: int, block_k: int) -> Arg:
+    """Scales in the 128 x 4 layout as a tensor map: row_tiles tiles of 128 rows, read block_rows x block_k at once."""
+    shape: tuple[Dim, ...] = (1, row_tiles, ceil_div(k, 64), 2, 256)
+    return tiles(name, "fp8", shape, (1, block_rows // 128, block_k // 64, 2, 256))
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class Quantization:
 
     def row_bytes(self, k: int) -> int:
         """Bytes that a row of k elements is written in."""
-        codes = k // 2 + k // BLOCK_ELEMENTS if self.format == "nvfp4" else k
+        codes = nvfp4_bytes(k) if self.format == "nvfp4" else k
         return codes + (4 if self.by_token else 0)
 
     def hardware(self, target: Target) -> bool:
@@ -141,11 +157,6 @@ def _by_row(spec: KernelSpec, count: Dim, k: int, quantization: Quantization, ta
 def quantize_nvfp4_spec(count: Dim, k: int, dtype: str, target: Target, by_token: bool = False) -> KernelSpec:
     """x (count, k) -> codes (count, k / 2), scales in the 128 x 4 layout, with by_token outer scales (count,)."""
     return quantize_spec(count, k, dtype, Quantization("nvfp4", by_token), target)
-
-
-def quantize_fp8_spec(count: Dim, k: int, dtype: str, target: Target, by_token: bool = False) -> KernelSpec:
-    """x (count, k) -> E4M3 (count, k), with by_token outer scales (count,)."""
-    return quantize_spec(count, k, dtype, Quantization("fp8", by_token), target)
 
 
 def dequantize_spec(count: Dim, k: int, dtype: str, quantization: Quantization, target: Target) -> KernelSpec:
