@@ -62,6 +62,7 @@ class CudaRunner:
                 f"runner: expected 1 request and 1 token or more, got {max_requests} and {tokens}"
             )
         self.max_requests = min(max_requests, tokens)
+        self._buckets = buckets(self.max_requests)
         self._max_pages = -(-artifact.model.max_model_len // self.page_size)
         self._driver = CudaDriver() if driver is None else driver
         self._driver.activate()
@@ -93,27 +94,29 @@ class CudaRunner:
         self._driver.synchronize(self._stream)  # an interrupt may have left a step running
         dims = {**batch.dims, "num_pages": self.num_pages}
         if not dims["T"] == dims["R"] <= self.max_requests:
-            self._reserve(dims)
-            self._upload(batch.inputs, dims)
-            self._launch(self._launches(dims))
+            self._run_eagerly(batch.inputs, dims)
             return self._download(dims["L"])
         inputs, padded = self._padded(batch, dims)
-        self._reserve(padded)
-        graph = self._graph(padded) if self.graphs else None
-        self._upload(inputs, padded)
-        if graph is None:
-            self._launch(self._launches(padded))
-        else:
+        if self.graphs:
+            graph = self._graph(padded)
+            self._upload(inputs, padded)
             self._driver.launch_graph(graph, self._stream)
+        else:
+            self._run_eagerly(inputs, padded)
         logits = self._download(dims["R"])
         return logits if dims["L"] == dims["R"] else logits[batch.logit_rows]
+
+    def _run_eagerly(self, inputs: Mapping[str, NDArray[Any]], dims: Mapping[str, int]) -> None:
+        launches = self._launches(dims)  # before the inputs: it may move their memory
+        self._upload(inputs, dims)
+        self._launch(launches)
 
     def _padded(
         self, batch: Batch, dims: Mapping[str, int]
     ) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
         """The inputs and sizes of the bucket that a step of one token a request goes into."""
         requests, columns = batch.page_table.shape
-        size = next(size for size in buckets(self.max_requests) if size >= requests)
+        size = next(size for size in self._buckets if size >= requests)
         width = 1 << (columns - 1).bit_length()
         page_table = np.full((size, width), NULL_PAGE, np.int32)
         page_table[:requests, :columns] = batch.page_table
@@ -158,6 +161,8 @@ class CudaRunner:
         return self._prepared[key]
 
     def _bind(self, dims: Mapping[str, int]) -> _Launches:
+        """Launches of sizes that are not bound yet, once there is memory for them."""
+        self._reserve(dims)
         sizes = Sizes(dims)
         places = self._places(sizes)
         launches = []
