@@ -39,16 +39,21 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("benchmarks.device_check")
 
 
+def run_the_child_instead(module: Any, monkeypatch: pytest.MonkeyPatch, silence_s: float) -> None:
+    """CHILD with five corners in place of the real one, given up after so long without a word."""
+    run = module.lines_of
+    monkeypatch.setattr(
+        module, "lines_of", lambda name, arguments, s, silence: run("child", arguments, s, silence_s)
+    )
+    monkeypatch.setattr(module, "chosen", lambda word: list(range(5)))
+
+
 def test_a_child_that_dies_or_hangs_costs_one_corner(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = module.lines_of
-    monkeypatch.setattr(
-        module, "lines_of", lambda name, arguments, s, silence: run("child", arguments, s, 5.0)
-    )
-    monkeypatch.setattr(module, "chosen", lambda word: list(range(5)))
+    run_the_child_instead(module, monkeypatch, 5.0)
     kernels = module.run_kernels(load_target("b200"), "", 60.0)
     assert kernels["rates"] == {"copy": 1e12} and kernels["left_out"] == ""
     assert [(r["corner"], r["ok"], r.get("note", "")) for r in kernels["results"]] == [
@@ -75,11 +80,7 @@ def test_a_child_that_dies_or_hangs_costs_one_corner(
 def test_the_time_box_ends_a_part(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "child.py").write_text(CHILD.replace("i == 1", "False"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = module.lines_of
-    monkeypatch.setattr(
-        module, "lines_of", lambda name, arguments, s, silence: run("child", arguments, s, 60.0)
-    )
-    monkeypatch.setattr(module, "chosen", lambda word: list(range(5)))
+    run_the_child_instead(module, monkeypatch, 60.0)
     kernels = module.run_kernels(load_target("b200"), "", 6.0)
     assert [r["corner"] for r in kernels["results"]] == ["c0", "c1", "c2"]
     assert kernels["left_out"] == "from corner 3 of 5 on: its time is over"

@@ -6,7 +6,7 @@ from octavo.codegen.catalogue import CORNERS
 from octavo.codegen.corner import Corner
 from octavo.codegen.gates import FEATURES
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.render import render, template_names
+from octavo.codegen.render import render
 from octavo.compiler.expression import evaluate, validate, validate_condition
 from octavo.compiler.program import DIMS
 from octavo.compiler.target import Target, load_target
@@ -42,20 +42,6 @@ def test_every_corner_has_sound_expressions_known_features_and_a_text(target: Ta
             if kernel.template not in rendered:
                 compile(render(kernel), kernel.template, "exec")
                 rendered.add(kernel.template)
-
-
-def test_corners_have_names_of_their_own() -> None:
-    names = [corner.name for corner in CORNERS]
-    assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
-def test_every_template_has_a_corner() -> None:
-    used = {
-        kernel.template for corner in CORNERS for target in TARGETS for kernel in launches(corner, target)
-    }
-    assert set(template_names("triton")) - used == {
-        n for n in template_names("triton") if n.startswith("triton/_")
-    }
 
 
 def test_blackwell_has_no_corner_refused_for_lack_of_a_tensor_core() -> None:
