@@ -10,12 +10,16 @@ from torch import fx
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.program import STEP_INPUTS, Dim
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
-CACHE_NAME = re.compile(r"[kv]_cache_\d+")
+DTYPE_NAMES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "u8",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+# What requests keep between steps: keys and values, and of NVFP4 pages the block scales.
+CACHE_NAME = re.compile(r"[kv]_(cache|scales)_\d+")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """ "fp32", "bf16", "i32" or "i64". Raises IllegalGraphError for any other dtype."""
+    """ "fp32", "bf16", "fp8" (E4M3), "u8", "i32" or "i64". Raises IllegalGraphError for any other dtype."""
     if tensor.dtype not in DTYPE_NAMES:
         raise IllegalGraphError(f"dtype must be one of {', '.join(DTYPE_NAMES.values())}, got {tensor.dtype}")
     return DTYPE_NAMES[tensor.dtype]

@@ -18,7 +18,7 @@ _open: Any = safe_open  # it is typed in part only
 NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
-    torch.bool: "b8", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
+    torch.bool: "b8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "f8e5m2",
 }  # fmt: skip
 
 

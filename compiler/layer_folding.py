@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from octavo.compiler.dims import CACHE_NAME
 from octavo.compiler.errors import PassError
 from octavo.compiler.legality import is_attention, op
-from octavo.passes.rewrite import content, held, hold, recipes
+from octavo.passes.rewrite import Recipe, content, held, hold, recipes
 
 KEPT = 2  # bodies of a run that the passes see
 LONGEST_PERIOD = 12  # layers after which a pattern of unlike layers starts again
@@ -271,6 +271,7 @@ class _Writer:
         self.root = nn.Module()
         self.copies: dict[Node, Node] = {}
         self.weights: dict[str, Node] = {}
+        self.recipes: dict[str, Recipe] = {}
         self.num_layers = 0  # attentions written so far: what caches are numbered by
         for node in self.short.graph.nodes:
             if node.op == "placeholder" and not CACHE_NAME.fullmatch(node.name):
@@ -332,8 +333,10 @@ class _Writer:
         return self.weights[name]
 
     def _kept(self, name: str) -> torch.Tensor:
-        """The weight, from then on held by the whole graph too."""
+        """The weight, from then on held by the whole graph too, as is how it was made."""
         if not self._holds(self.root, name):
+            if name in recipes(self.short):
+                self.recipes[name] = recipes(self.short)[name]
             source = self.short if self._holds(self.short, name) else self.folded.whole
             hold(self.root, name, held(source, name))
         return held(self.root, name)
@@ -349,6 +352,7 @@ class _Writer:
         derived = _renamed(name, recipe.sources[0], sources[0])
         if not self._holds(self.root, derived):
             hold(self.root, derived, recipe.make([self._kept(source) for source in sources]))
+            self.recipes[derived] = Recipe(tuple(sources), recipe.make)
         return derived
 
     @staticmethod
@@ -366,6 +370,7 @@ class _Writer:
         self.graph.node_copy(output, self._of_short)
         graph_module = GraphModule(self.root, self.graph)
         graph_module.graph.lint()
+        recipes(graph_module).update(self.recipes)
         return graph_module
 
 

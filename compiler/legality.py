@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.origin import where
 
-Stage = Literal["captured", "canonical", "fused", "paged", "lowered"]
+Stage = Literal["captured", "canonical", "fused", "paged", "lowered", "quantized"]
 
 KERNELS = frozenset(
     "octavo::" + name
@@ -17,6 +17,14 @@ KERNELS = frozenset(
         "paged_attention", "act_mul", "gather_logits", "add", "layer_norm", "pointwise",
         "head_linear", "latent_write", "paged_mla_attention",
         "router", "moe",
+    )
+)  # fmt: skip
+# What the passes that quantise add.
+QUANTIZED_KERNELS = frozenset(
+    "octavo::" + name
+    for name in (
+        "quantize", "rms_norm_quantize", "add_rms_norm_quantize", "act_mul_quantize",
+        "nvfp4_linear", "nvfp4_weight_linear", "fp8_linear",
     )
 )  # fmt: skip
 VIEWS = frozenset(("aten::reshape", "getitem"))
@@ -39,10 +47,11 @@ VIEWS_OF_PAIRS = frozenset("aten::" + name for name in ("view", "_unsafe_view", 
 # None: anything may remain. Otherwise the ops that must be gone, or the only ones that may stay.
 LEGAL: dict[Stage, frozenset[str] | None] = {
     "captured": None, "canonical": None, "fused": None, "paged": None, "lowered": KERNELS | VIEWS,
+    "quantized": KERNELS | QUANTIZED_KERNELS | VIEWS,
 }  # fmt: skip
 ILLEGAL: dict[Stage, frozenset[str]] = {
     "captured": frozenset(), "canonical": REMOVED, "fused": REMOVED | (ATTENTION - {"octavo::attention"}),
-    "paged": REMOVED | ATTENTION | LATENT, "lowered": frozenset(),
+    "paged": REMOVED | ATTENTION | LATENT, "lowered": frozenset(), "quantized": frozenset(),
 }  # fmt: skip
 
 
@@ -76,7 +85,11 @@ def _check_call(
     node: Node, stage: Stage, after: str, legal: frozenset[str] | None, illegal: frozenset[str]
 ) -> None:
     name = op(node)
-    if stage == "lowered" and name == "aten::reshape" and _leading(node) != _leading(node.all_input_nodes[0]):
+    if (
+        stage in ("lowered", "quantized")
+        and name == "aten::reshape"
+        and _leading(node) != _leading(node.all_input_nodes[0])
+    ):
         raise IllegalGraphError(
             f"{after}: {name} joins or splits the token axis ({where(node)}); tokens of different "
             "sequences lie next to each other in a step, so no value may mix them"
@@ -111,4 +124,4 @@ def _leading(node: Node) -> str:
 def _advice(stage: Stage, name: str, legal: frozenset[str] | None) -> str:
     if legal is None:
         return "a pass before this stage should have replaced it"
-    return f"kernels exist for {', '.join(sorted(n.removeprefix('octavo::') for n in legal & KERNELS))}"
+    return f"kernels exist for {', '.join(sorted(n.removeprefix('octavo::') for n in legal - VIEWS))}"

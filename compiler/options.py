@@ -6,6 +6,38 @@ from typing import Literal
 
 Verify = Literal["off", "sites", "full"]
 DType = Literal["fp32", "bf16"]
+Mode = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"]
+PageMode = Literal["bf16", "fp8", "nvfp4"]
+WeightMethod = Literal["nearest", "search", "gptq"]
+OuterScales = Literal["static", "by_token"]
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What is quantised, and how. `quantize="nvfp4"` is QuantConfig("nvfp4").
+
+    mode        of linears and experts: "nvfp4" (weights and activations), "nvfp4_weight_only", "fp8", "bf16" (none), or
+                "auto": each layer's format by what calibration shows, within `bits` or `kl`
+    kv          of the pages; "bf16" keeps the model's dtype
+    weights     "nearest": scales that carry the largest element; "search": scales of least error; "gptq": the search,
+                and each column's error made up for by those behind it
+    activations outer scales of NVFP4 activations: "static", calibrated, or "by_token"
+    headroom    largest magnitude that static scales carry, over the largest seen in calibration
+    bits        auto: most bits of a weight's element, on average over the products that may be quantised
+    kl          auto: largest mean KL divergence of the logits, in nats a token, beside the model's own; 0: not asked
+    keep        globs of module paths that stay as they are, beside those that always do (lm_head, routers, ...)
+    include     globs of module paths that are quantised although they would stay
+    """
+
+    mode: Mode = "nvfp4"
+    kv: PageMode = "bf16"
+    weights: WeightMethod = "search"
+    activations: OuterScales = "static"
+    headroom: float = 1.25
+    bits: float = 5.4
+    kl: float = 0.0
+    keep: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -19,6 +51,7 @@ class CompileOptions:
     max_batch_tokens  most tokens in one step (the T of every kernel)
     verify          "sites": every rewrite site is proven; "full": whole-model logits too; "off": neither
     dump            directory for the numbered graph dumps, or None
+    quantize        what is quantised, or None
     """
 
     target: str = "cpu"
@@ -28,3 +61,4 @@ class CompileOptions:
     max_batch_tokens: int = 2048
     verify: Verify = "full"
     dump: Path | None = None
+    quantize: QuantConfig | None = None

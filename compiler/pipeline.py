@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -67,7 +68,7 @@ class Step:
     def name(self) -> str:
         return getattr(self.run, "__name__", "pass")
 
-    def bind(self, settings: Settings) -> Pass:
+    def bind(self, settings: Any) -> Pass:
         return functools.partial(self.run, **{name: getattr(settings, name) for name in self.settings})
 
 
@@ -198,7 +199,7 @@ def _run_step(
 
 
 def apply_step(
-    step: Step, graph_module: GraphModule, settings: Settings, expected: Sequence[str] = (),
+    step: Step, graph_module: GraphModule, settings: Any, expected: Sequence[str] = (),
     done: Sequence[PassReport] = (),
 ) -> list[PassReport]:  # fmt: skip
     """Run a pass and what tidies up after it, and check the stage. Reports of both, the pass's own first.
@@ -218,9 +219,7 @@ def apply_step(
     return reports
 
 
-def _run_pass(
-    step: Step, graph_module: GraphModule, settings: Settings, done: Sequence[PassReport]
-) -> PassReport:
+def _run_pass(step: Step, graph_module: GraphModule, settings: Any, done: Sequence[PassReport]) -> PassReport:
     try:
         return run_pass(step.bind(settings), graph_module)
     except OctavoError:
@@ -238,7 +237,7 @@ def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport])
     """The stage's check; its error tells what passes refused first up to here, the last pass first: often the cause."""
     try:
         check(graph_module, step.stage, after=step.name)
-        if step.stage in ("paged", "lowered"):
+        if step.stage in ("paged", "lowered", "quantized"):
             check_paging(graph_module, after=step.name)
     except IllegalGraphError as error:
         refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected[:1]]

@@ -28,13 +28,13 @@ DTYPES: dict[str, tuple[str, Any]] = {
     "i32": ("I32", np.dtype("<i4")),
     "i64": ("I64", np.dtype("<i8")),
     "u8": ("U8", np.dtype("u1")),
+    "fp8": ("F8_E4M3", np.dtype("u1")),
     # In the dumps of graphs as they were captured, not in artifacts.
     "fp64": ("F64", np.dtype("<f8")),
     "fp16": ("F16", np.dtype("<f2")),
     "i16": ("I16", np.dtype("<i2")),
     "i8": ("I8", np.dtype("i1")),
     "b8": ("BOOL", np.dtype("u1")),
-    "f8e4m3": ("F8_E4M3", np.dtype("u1")),
     "f8e5m2": ("F8_E5M2", np.dtype("u1")),
 }
 _FROM_FILE = {file_name: (name, view) for name, (file_name, view) in DTYPES.items()}

@@ -1,0 +1,64 @@
+"""What is quantised into which format: decided once, carried to the passes, recorded in the artifact."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Format = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16"]
+PageFormat = Literal["bf16", "fp8", "nvfp4"]
+# Bits that an element of a weight takes, its scales included.
+EFFECTIVE_BITS: dict[str, float] = {"nvfp4": 4.5, "nvfp4_weight_only": 4.5, "fp8": 8.0, "bf16": 16.0}
+
+
+@dataclass(frozen=True)
+class ProductPrecision:
+    """Of one weight, and of what it is multiplied with. "bf16" stands for the model's own dtype.
+
+    input_scale   outer scale of x (decode form), calibrated; None: each row has its own
+    hidden_scale  experts only: of what the activation makes
+    reason        one line of the report
+    """
+
+    format: Format
+    input_scale: float | None = None
+    hidden_scale: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PagePrecision:
+    """Of the pages of one attention. The multipliers are the outer scales of keys and values, stored, never derived."""
+
+    format: PageFormat
+    k_multiplier: float = 1.0
+    v_multiplier: float = 1.0
+    reason: str = ""
+
+
+@dataclass
+class PrecisionPlan:
+    """products: by the name of the weight (of experts: that of gate and up); pages: by the number of the cache."""
+
+    products: dict[str, ProductPrecision] = field(default_factory=dict)
+    pages: dict[int, PagePrecision] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """codes (N, K / 2) u8 or (N, K) E4M3; scales (N, K / 16) E4M3, linear, or None; outer fp32, () or (N,).
+
+    Weights of experts have a leading axis E on all of them.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    outer: Tensor
+
+
+# (name, weight, format) -> its parts; name is that in the graph.
+WeightQuantizer = Callable[[str, Tensor, Format], QuantizedWeight]

@@ -1,0 +1,39 @@
+"""The passes that quantise, in order, behind the pipeline: on the whole graph of kernels, when every layer is there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from octavo.compiler.dump import settle
+from octavo.compiler.pipeline import Progress, Step, apply_step
+from octavo.compiler.precision import PrecisionPlan, WeightQuantizer
+from octavo.passes.quantize_linear import quantize_linear
+from octavo.passes.rule import PassReport
+
+
+@dataclass(frozen=True)
+class QuantSettings:
+    """What the passes read beyond the graph. layout: of block scales, as the target's kernels take them."""
+
+    plan: PrecisionPlan
+    quantizer: WeightQuantizer
+    layout: str
+    progress: Progress | None = None
+
+
+QUANTIZE: tuple[Step, ...] = (
+    # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
+    Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress")),
+)
+
+
+def quantize(
+    graph_module: GraphModule, settings: QuantSettings, steps: Sequence[Step] = QUANTIZE
+) -> list[PassReport]:
+    """Run the steps on a lowered graph, in place; returns what each did. Raises as `lower` does."""
+    done: list[PassReport] = []
+    for step in steps:
+        done.append(apply_step(step, graph_module, settings, (), done)[0])
+        settle(graph_module)
+    return done

@@ -1,0 +1,118 @@
+"""octavo.linear  ->  a product with quantised weights, and the quantisation of its input.
+
+What a plan says of each weight is done. An input that several products read in one form is quantised once. Weights come
+from a WeightQuantizer: out of the model's values, or as a checkpoint has them.
+"""
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from octavo.compiler.dims import dtype_name
+from octavo.compiler.nvfp4 import swizzle
+from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
+from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, replace
+from octavo.passes.rule import PassReport
+
+octavo = torch.ops.octavo
+
+
+def quantize_linear(
+    graph_module: GraphModule, plan: PrecisionPlan, quantizer: WeightQuantizer, layout: str = "linear",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PassReport:  # fmt: skip
+    """layout: of block scales, "linear" or "swizzled_128x4", as the target's kernels read them."""
+    report = PassReport("quantize_linear", "quantizes")
+    linears = graph_module.graph.find_nodes(op="call_function", target=octavo.linear.default)
+    chosen = [(node, precision) for node in linears if (precision := _precision(node, plan, report))]
+    inputs = _Inputs(graph_module, layout)
+    weights: dict[str, dict[str, Node]] = {}
+    for index, (node, precision) in enumerate(chosen):
+        name = str(node.args[1].target)
+        if progress is not None:
+            progress(name, index, len(chosen))
+        if name not in weights:
+            quantized = quantizer(name, held(graph_module, name), precision.format)
+            weights[name] = _hold(graph_module, name, precision, quantized, layout)
+        report.sites.append(_rewrite(graph_module, node, precision, weights[name], inputs, layout))
+    return report
+
+
+def _precision(node: Node, plan: PrecisionPlan, report: PassReport) -> ProductPrecision | None:
+    weight = node.args[1]
+    if not isinstance(weight, Node) or weight.op != "get_attr":
+        report.reject(node, "its weight is computed in every step")
+        return None
+    precision = plan.products.get(str(weight.target))
+    if precision is None or precision.format == "bf16":
+        report.reject(node, "stays as it is" if precision is None else precision.reason)
+        return None
+    return precision
+
+
+def _hold(
+    graph_module: GraphModule, name: str, precision: ProductPrecision, quantized: QuantizedWeight, layout: str
+) -> dict[str, Node]:
+    """The parts as weights of the graph. alpha is the product of the outer scales that are known."""
+    alpha = quantized.outer.float()
+    if precision.input_scale is not None and precision.format != "nvfp4_weight_only":
+        alpha = alpha * torch.tensor(precision.input_scale, dtype=torch.float32)
+    parts: dict[str, Tensor] = {"codes": quantized.codes, "alpha": alpha.reshape(-1)}
+    if quantized.scales is not None:
+        parts["scales"] = quantized.scales if layout == "linear" else swizzle(quantized.scales)
+    return {part: _weight(graph_module, f"{name}_{part}", tensor) for part, tensor in parts.items()}
+
+
+def _weight(graph_module: GraphModule, name: str, tensor: Tensor) -> Node:
+    return new_weight(graph_module, name, tensor, Recipe((), lambda _: tensor))
+
+
+class _Inputs:
+    """Quantised forms of values; what is asked for twice is made once, in front of who asks first."""
+
+    def __init__(self, graph_module: GraphModule, layout: str) -> None:
+        self.graph_module = graph_module
+        self.layout = layout
+        self.known: dict[tuple[Node, str, float | None], list[Node]] = {}
+        self.scales: dict[float, Node] = {}
+
+    def get(self, builder: Builder, x: Node, precision: ProductPrecision) -> list[Node]:
+        key = (x, precision.format, precision.input_scale)
+        if key not in self.known:
+            outer = None if precision.input_scale is None else self._scale(precision.input_scale)
+            parts = builder.call(octavo.quantize.default, x, outer, precision.format, self.layout)
+            count = len(parts.meta["val"])
+            self.known[key] = [builder.call(operator.getitem, parts, index) for index in range(count)]
+        return self.known[key]
+
+    def _scale(self, value: float) -> Node:
+        if value not in self.scales:
+            tensor = torch.tensor([value], dtype=torch.float32)
+            self.scales[value] = _weight(self.graph_module, f"input_scales.s{len(self.scales)}", tensor)
+        return self.scales[value]
+
+
+def _rewrite(
+    graph_module: GraphModule, node: Node, precision: ProductPrecision, weight: dict[str, Node], inputs: _Inputs,
+    layout: str,
+) -> Site:  # fmt: skip
+    x, bias = node.args[0], node.args[2] if len(node.args) > 2 else None
+    assert isinstance(x, Node)
+    dtype = dtype_name(node.meta["val"])
+
+    def build(b: Builder) -> list[Node]:
+        if precision.format == "nvfp4_weight_only":
+            weights = (weight["codes"], weight["scales"], weight["alpha"])
+            return [b.call(octavo.nvfp4_weight_linear.default, x, *weights, bias, layout)]
+        given = inputs.get(b, x, precision)
+        row_scale = given[-1] if precision.input_scale is None else None
+        if precision.format == "fp8":
+            pair = (given[0], weight["codes"], weight["alpha"])
+            return [b.call(octavo.fp8_linear.default, *pair, row_scale, bias, dtype)]
+        weights = (weight["codes"], weight["scales"], weight["alpha"])
+        return [b.call(octavo.nvfp4_linear.default, *given[:2], *weights, row_scale, bias, dtype, layout)]
+
+    return replace(graph_module, [node], build, [x])
