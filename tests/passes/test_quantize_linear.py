@@ -63,7 +63,7 @@ def test_weights_alone_are_what_their_codes_stand_for() -> None:
 
 @pytest.mark.parametrize(
     ("format", "scale", "worst"),
-    [("nvfp4", None, 0.7), ("nvfp4", 0.01, 0.7), ("fp8", None, 0.1), ("fp8", 0.05, 0.1)],
+    [("nvfp4", None, 0.7), ("nvfp4", 0.01, 0.7), ("fp8", None, 0.25), ("fp8", 0.05, 0.25)],
 )
 def test_quantised_logits_stay_near(format: Format, scale: float | None, worst: float) -> None:
     quantized = lowered()
