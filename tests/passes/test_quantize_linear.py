@@ -88,9 +88,10 @@ def nvfp4_layouts() -> tuple[str, str]:
 
 def test_an_input_is_quantised_once_for_all_who_read_it() -> None:
     graph_module = lowered()
-    first = calls(graph_module, octavo.linear.default)[0]
+    first, *_, other = calls(graph_module, octavo.linear.default)[:5]
     with graph_module.graph.inserting_after(first):
-        twin = graph_module.graph.call_function(octavo.linear.default, first.args)
+        twin = graph_module.graph.call_function(octavo.linear.default, (first.args[0], other.args[1]))
+    with graph_module.graph.inserting_after(twin):
         total = graph_module.graph.call_function(octavo.add.default, (first, twin))
     twin.meta, total.meta = dict(first.meta), dict(first.meta)
     first.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
