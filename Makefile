@@ -67,7 +67,8 @@ lock: ## resolve the test extra anew into requirements.lock (the pins of torch a
 	@rm -rf build/lock && mkdir -p build/lock && grep -E '^(torch|triton)==' $(LOCK) > build/lock/pins.txt
 	@$(MAKE) --no-print-directory VENV=build/lock/venv LOCK=build/lock/pins.txt venv
 	@{ grep '^#' $(LOCK); build/lock/venv/bin/python -m pip freeze --all --exclude-editable \
-	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/; s/ @ .*//' | grep -viE '^(pip|wheel|nvidia-[a-z0-9-]*)=='; } > build/lock/new
+	  | sed -E 's/^(torch==[0-9.]+)\+.*/\1/; s/ @ .*//' \
+	  | awk '/^nvidia-(modelopt|ml-py)==/ || tolower($$0) !~ /^(pip|wheel|nvidia-[a-z0-9-]*)==/'; } > build/lock/new
 	@mv build/lock/new $(LOCK) && rm -rf build/lock && git --no-pager diff --stat -- $(LOCK)
 
 clean: ## remove build outputs and caches
