@@ -24,7 +24,7 @@ QUANTIZED_KERNELS = frozenset(
     "octavo::" + name
     for name in (
         "quantize", "rms_norm_quantize", "add_rms_norm_quantize", "act_mul_quantize",
-        "nvfp4_linear", "nvfp4_weight_linear", "fp8_linear",
+        "nvfp4_linear", "nvfp4_weight_linear", "fp8_linear", "nvfp4_moe", "nvfp4_weight_moe", "fp8_moe",
     )
 )  # fmt: skip
 VIEWS = frozenset(("aten::reshape", "getitem"))

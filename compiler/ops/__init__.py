@@ -17,6 +17,7 @@ from octavo.compiler.ops.paging import KV_WRITE, PAGED_ATTENTION, ROPE_KV_WRITE
 from octavo.compiler.ops.pointwise import POINTWISE
 from octavo.compiler.ops.quantize import ACT_MUL_QUANTIZE, ADD_RMS_NORM_QUANTIZE, QUANTIZE, RMS_NORM_QUANTIZE
 from octavo.compiler.ops.quantized_linear import FP8_LINEAR, NVFP4_LINEAR, NVFP4_WEIGHT_LINEAR
+from octavo.compiler.ops.quantized_moe import FP8_MOE, NVFP4_MOE, NVFP4_WEIGHT_MOE
 from octavo.compiler.ops.rope import ROPE
 from octavo.compiler.ops.rows import ADD, EMBEDDING, GATHER_LOGITS
 
@@ -25,7 +26,7 @@ OPS: tuple[Op, ...] = (
     ACT_MUL, GATED_MLP, GATHER_LOGITS, ADD,
     LAYER_NORM, POINTWISE, ROUTER, MOE,
     QUANTIZE, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE, ACT_MUL_QUANTIZE,
-    NVFP4_LINEAR, NVFP4_WEIGHT_LINEAR, FP8_LINEAR,
+    NVFP4_LINEAR, NVFP4_WEIGHT_LINEAR, FP8_LINEAR, NVFP4_MOE, NVFP4_WEIGHT_MOE, FP8_MOE,
     MLA_ATTENTION, HEAD_LINEAR, LATENT_ATTENTION, LATENT_WRITE, PAGED_MLA_ATTENTION,
 )  # fmt: skip
 

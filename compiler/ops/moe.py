@@ -1,5 +1,7 @@
 """Mixture of experts: which experts a token goes to, and what they make of it."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,21 +92,37 @@ def moe(
     Products accumulate in fp32 and only the activated rows are rounded to x's dtype in between. The sum over K is in
     fp32, in the order of the slots, so that a token's result does not depend on the tokens beside it.
     """
-    wide, tokens = accumulator(x), x.shape[:-1]
-    flat, slots = x.reshape(-1, x.shape[-1]), experts.reshape(-1, experts.shape[-1])
-    parts = flat.new_zeros((*slots.shape, down.shape[1]), dtype=wide)
-    for e in slots.unique().tolist():
-        rows, columns = torch.where(slots == e)
+    wide = accumulator(x)
+    flat = x.flatten(0, -2)
+
+    def of_expert(e: int, rows: Tensor) -> Tensor:
         projected = flat[rows].to(wide) @ gate_up[e].to(wide).T
         if gate_up_bias is not None:
             projected = projected + gate_up_bias[e].to(wide)
         hidden = gate(projected, activation, limit, alpha).to(x.dtype)
         result = hidden.to(wide) @ down[e].to(wide).T
-        parts[rows, columns] = result if down_bias is None else result + down_bias[e].to(wide)
+        return result if down_bias is None else result + down_bias[e].to(wide)
+
+    return over_experts(x, experts, weights, down.shape[1], wide, of_expert)
+
+
+def over_experts(
+    x: Tensor, experts: Tensor, weights: Tensor, width: int, wide: torch.dtype,
+    of_expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """The weighted sum over slots, in their order, of what of_expert(e, rows of x that go to e) returns.
+
+    of_expert returns (rows, width) of `wide`, in which the sum is; the result (1, T, width) is of x's dtype.
+    """
+    slots = experts.reshape(-1, experts.shape[-1])
+    parts = x.new_zeros((*slots.shape, width), dtype=wide)
+    for e in slots.unique().tolist():
+        rows, columns = torch.where(slots == e)
+        parts[rows, columns] = of_expert(e, rows)
     total = torch.zeros_like(parts[:, 0])
     for slot in range(slots.shape[1]):
         total = total + parts[:, slot] * weights.reshape(slots.shape)[:, slot, None].to(wide)
-    return total.to(x.dtype).reshape(*tokens, -1)
+    return total.to(x.dtype).reshape(*x.shape[:-1], width)
 
 
 ROUTER = Op(

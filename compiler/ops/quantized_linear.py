@@ -21,10 +21,10 @@ def nvfp4_linear(
     bias: Tensor | None, dtype: str, layout: str = "linear",
 ) -> Tensor:  # fmt: skip
     """x: codes (..., K / 2) and x_scale in `layout`, as quantize makes them; returns (..., N) of dtype."""
-    left = _decode(x.flatten(0, -2), x_scale, layout)
-    right = _decode(weight, weight_scale, layout)
+    left = decode(x.flatten(0, -2), x_scale, layout)
+    right = decode(weight, weight_scale, layout)
     sums = (left @ right.T).unflatten(0, x.shape[:-1])
-    return _finish(sums, alpha, row_scale, bias).to(DTYPES[dtype])
+    return finish(sums, alpha, row_scale, bias).to(DTYPES[dtype])
 
 
 def nvfp4_weight_linear(
@@ -37,18 +37,18 @@ def nvfp4_weight_linear(
 ) -> Tensor:
     """x (..., K) of bf16 or fp32 times a weight of NVFP4; returns (..., N) of x's dtype."""
     wide = accumulator(x)
-    sums = x.to(wide) @ _decode(weight, weight_scale, layout).to(wide).T
-    return _finish(sums, alpha, None, bias).to(x.dtype)
+    sums = x.to(wide) @ decode(weight, weight_scale, layout).to(wide).T
+    return finish(sums, alpha, None, bias).to(x.dtype)
 
 
 def fp8_linear(
     x: Tensor, weight: Tensor, alpha: Tensor, row_scale: Tensor | None, bias: Tensor | None, dtype: str
 ) -> Tensor:
     """x (..., K) and weight (N, K) of E4M3; returns (..., N) of dtype."""
-    return _finish(x.float() @ weight.float().T, alpha, row_scale, bias).to(DTYPES[dtype])
+    return finish(x.float() @ weight.float().T, alpha, row_scale, bias).to(DTYPES[dtype])
 
 
-def _decode(codes: Tensor, scales: Tensor, layout: str) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, layout: str) -> Tensor:
     """code * block scale (rows, K), exact in fp32."""
     rows, length = codes.shape[0], 2 * codes.shape[1]
     if layout == "swizzled_128x4":
@@ -56,7 +56,7 @@ def _decode(codes: Tensor, scales: Tensor, layout: str) -> Tensor:
     return nvfp4.dequantize(codes, scales.reshape(rows, -1), torch.ones(()))
 
 
-def _finish(sums: Tensor, alpha: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+def finish(sums: Tensor, alpha: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
     y = sums * alpha.to(sums.dtype)
     if row_scale is not None:
         y = y * row_scale.to(y.dtype)
