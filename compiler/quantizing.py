@@ -1,28 +1,41 @@
 """The passes that quantise, in order, behind the pipeline: on the whole graph of kernels, when every layer is there."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
 from octavo.compiler.dump import settle
+from octavo.compiler.observed import Observed
+from octavo.compiler.options import QuantConfig
 from octavo.compiler.pipeline import Progress, Step, apply_step
 from octavo.compiler.precision import PrecisionPlan, WeightQuantizer
+from octavo.passes.assign_precision import Choice, assign_precision
 from octavo.passes.quantize_linear import quantize_linear
 from octavo.passes.rule import PassReport
 
 
 @dataclass(frozen=True)
 class QuantSettings:
-    """What the passes read beyond the graph. layout: of block scales, as the target's kernels take them."""
+    """What the passes read beyond the graph.
+
+    plan      assign_precision fills it by `config` where it says nothing
+    layout    of block scales, as the target's kernels take them
+    observed  what calibration saw, where config asks for static scales or quantised pages
+    choices   mode "auto": the format of every product that may be quantised
+    """
 
     plan: PrecisionPlan
     quantizer: WeightQuantizer
     layout: str
     progress: Progress | None = None
+    config: QuantConfig = field(default_factory=lambda: QuantConfig("bf16"))
+    observed: Observed | None = None
+    choices: Mapping[str, Choice] | None = None
 
 
 QUANTIZE: tuple[Step, ...] = (
+    Step(assign_precision, "quantized", ("config", "observed", "plan", "choices")),
     # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
     Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress")),
 )

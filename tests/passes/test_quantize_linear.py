@@ -33,8 +33,8 @@ def plan_of(graph_module: GraphModule, format: Format, scale: float | None = Non
 
 
 def run(graph_module: GraphModule, plan: PrecisionPlan, layout: str = "linear") -> int:
-    (report, *_) = quantize(graph_module, QuantSettings(plan, quantizer, layout))
-    return report.matched
+    reports = quantize(graph_module, QuantSettings(plan, quantizer, layout))
+    return next(report.matched for report in reports if report.name == "quantize_linear")
 
 
 def dequantized(graph_module: GraphModule, plan: PrecisionPlan) -> GraphModule:
@@ -107,6 +107,7 @@ def test_the_plan_decides() -> None:
     kept, missing, *_ = plan.products
     plan.products[kept] = ProductPrecision("bf16", reason="outliers")
     del plan.products[missing]
-    (report,) = quantize(graph_module, QuantSettings(plan, quantizer, "linear"))[:1]
+    reports = quantize(graph_module, QuantSettings(plan, quantizer, "linear"))
+    (report,) = (report for report in reports if report.name == "quantize_linear")
     assert [r.reason for r in report.rejected] == ["outliers", "stays as it is"]
     assert len(calls(graph_module, octavo.linear.default)) == 2
