@@ -18,6 +18,7 @@ from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.origin import module_path
 from octavo.compiler.paging_rules import check_paging
+from octavo.compiler.type_rules import check_types
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.passes.absorb_mla import absorb_mla
 from octavo.passes.canonicalize import canonicalize
@@ -239,6 +240,8 @@ def _check(graph_module: GraphModule, step: Step, reports: Sequence[PassReport])
         check(graph_module, step.stage, after=step.name)
         if step.stage in ("paged", "lowered", "quantized"):
             check_paging(graph_module, after=step.name)
+        if step.stage == "quantized":
+            check_types(graph_module, after=step.name)
     except IllegalGraphError as error:
         refused = [f"{r.name} left {x.where}: {x.reason}" for r in reversed(reports) for x in r.rejected[:1]]
         raise IllegalGraphError("; ".join([str(error), *refused[:6]])) from None

@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from octavo.compiler.nvfp4 import E4M3_MAX_SEARCHED, RECIPE
+
 Format = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16"]
 PageFormat = Literal["bf16", "fp8", "nvfp4"]
+WeightRule = Literal["nearest", "search", "feedback", "given"]
 # Bits that an element of a weight takes, its scales included.
 EFFECTIVE_BITS: dict[str, float] = {"nvfp4": 4.5, "nvfp4_weight_only": 4.5, "fp8": 8.0, "bf16": 16.0}
 
@@ -53,11 +56,19 @@ class QuantizedWeight:
     """codes (N, K / 2) u8 or (N, K) E4M3; scales (N, K / 16) E4M3, linear, or None; outer fp32, () or (N,).
 
     Weights of experts have a leading axis E on all of them.
+    recipe, e4m3_max  of NVFP4: by whose rules, and the largest block scale that outer was made for
+    rule    what a proof may ask of the codes (compiler/verify_quantized.py): "nearest": scales carry each block's
+            largest element; "search": scales near those, codes to nearest; "feedback": GPTQ; "given": foreign bytes
+    seen    of the input's columns: what the search weighed errors by, (K,), or the second moments of feedback, (K, K)
     """
 
     codes: Tensor
     scales: Tensor | None
     outer: Tensor
+    recipe: str = RECIPE
+    e4m3_max: float = E4M3_MAX_SEARCHED
+    rule: WeightRule = "search"
+    seen: Tensor | None = None
 
 
 # (name, weight, format) -> its parts; name is that in the graph.

@@ -6,6 +6,7 @@ from a WeightQuantizer: out of the model's values, or as a checkpoint has them.
 
 import operator
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.nvfp4 import swizzle
 from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
+from octavo.compiler.types import FP8, NVFP4, Part, Role
 from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
@@ -36,7 +38,7 @@ def quantize_linear(
             progress(name, index, len(chosen))
         if name not in weights:
             quantized = quantizer(name, held(graph_module, name), precision.format)
-            weights[name] = _hold(graph_module, name, precision, quantized, layout)
+            weights[name] = _hold(graph_module, name, quantized, inputs.scale_of(precision), layout)
         report.sites.append(_rewrite(graph_module, node, precision, weights[name], inputs, layout))
     return report
 
@@ -54,20 +56,36 @@ def _precision(node: Node, plan: PrecisionPlan, report: PassReport) -> ProductPr
 
 
 def _hold(
-    graph_module: GraphModule, name: str, precision: ProductPrecision, quantized: QuantizedWeight, layout: str
+    graph_module: GraphModule, name: str, quantized: QuantizedWeight, input_scale: Node | None, layout: str
 ) -> dict[str, Node]:
     """The parts as weights of the graph. alpha is the product of the outer scales that are known."""
-    alpha = quantized.outer.float()
-    if precision.input_scale is not None and precision.format != "nvfp4_weight_only":
-        alpha = alpha * torch.tensor(precision.input_scale, dtype=torch.float32)
-    parts: dict[str, Tensor] = {"codes": quantized.codes, "alpha": alpha.reshape(-1)}
+    alpha, scale_name = quantized.outer.float(), ""
+    if input_scale is not None:
+        scale_name = str(input_scale.target)
+        alpha = alpha * held(graph_module, scale_name)
+    parts: dict[Role, Tensor] = {"codes": quantized.codes, "alpha": alpha.reshape(-1)}
     if quantized.scales is not None:
         parts["scales"] = quantized.scales if layout == "linear" else swizzle(quantized.scales)
-    return {part: _weight(graph_module, f"{name}_{part}", tensor) for part, tensor in parts.items()}
+    kind = _type(quantized, layout)
+    return {
+        role: _weight(
+            graph_module, f"{name}_{role}", tensor, Part(kind, role, name, scale_name if role == "alpha" else "")
+        )
+        for role, tensor in parts.items()
+    }  # fmt: skip
 
 
-def _weight(graph_module: GraphModule, name: str, tensor: Tensor) -> Node:
-    return new_weight(graph_module, name, tensor, Recipe((), lambda _: tensor))
+def _type(quantized: QuantizedWeight, layout: Any) -> FP8 | NVFP4:
+    by_row = quantized.outer.numel() > 1
+    rows, width = quantized.codes.shape
+    if quantized.scales is None:
+        return FP8((rows, width), "row" if by_row else "tensor")
+    outer: Literal["row", "tensor"] = "row" if by_row else "tensor"
+    return NVFP4((rows, 2 * width), quantized.recipe, quantized.e4m3_max, layout, outer=outer)
+
+
+def _weight(graph_module: GraphModule, name: str, tensor: Tensor, part: Part | None = None) -> Node:
+    return new_weight(graph_module, name, tensor, Recipe((), lambda _: tensor), part)
 
 
 class _Inputs:
@@ -82,13 +100,18 @@ class _Inputs:
     def get(self, builder: Builder, x: Node, precision: ProductPrecision) -> list[Node]:
         key = (x, precision.format, precision.input_scale)
         if key not in self.known:
-            outer = None if precision.input_scale is None else self._scale(precision.input_scale)
-            parts = builder.call(octavo.quantize.default, x, outer, precision.format, self.layout)
+            parts = builder.call(
+                octavo.quantize.default, x, self.scale_of(precision), precision.format, self.layout
+            )
             count = len(parts.meta["val"])
             self.known[key] = [builder.call(operator.getitem, parts, index) for index in range(count)]
         return self.known[key]
 
-    def _scale(self, value: float) -> Node:
+    def scale_of(self, precision: ProductPrecision) -> Node | None:
+        """The outer scale of an input that is calibrated, one weight for all that have it."""
+        value = precision.input_scale
+        if value is None or precision.format == "nvfp4_weight_only":
+            return None
         if value not in self.scales:
             tensor = torch.tensor([value], dtype=torch.float32)
             self.scales[value] = _weight(self.graph_module, f"input_scales.s{len(self.scales)}", tensor)

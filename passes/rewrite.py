@@ -15,6 +15,8 @@ from torch.fx.node import map_arg
 
 from octavo.compiler.origin import where
 from octavo.compiler.program import STEP_INPUTS
+from octavo.compiler.type_rules import declared
+from octavo.compiler.types import Part
 
 PROVENANCE = ("nn_module_stack", "stack_trace", "stands_for")
 
@@ -113,10 +115,17 @@ def recipes(graph_module: GraphModule) -> dict[str, Recipe]:
     return known
 
 
-def new_weight(graph_module: GraphModule, name: str, tensor: torch.Tensor, recipe: Recipe) -> Node:
-    """A get_attr node at the top of the graph for a tensor that a pass made."""
+def new_weight(
+    graph_module: GraphModule, name: str, tensor: torch.Tensor, recipe: Recipe, part: Part | None = None
+) -> Node:
+    """A get_attr node at the top of the graph for a tensor that a pass made.
+
+    part  what it holds of a quantised value
+    """
     hold(graph_module, name, tensor)
     recipes(graph_module)[name] = recipe
+    if part is not None:
+        declared(graph_module)[name] = part
     with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
         node = graph_module.graph.get_attr(name)
     node.meta["val"] = _fake(fake_mode(graph_module), tensor)
