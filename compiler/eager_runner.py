@@ -9,11 +9,12 @@ from torch.fx import GraphModule
 
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.build import LOWERED_GRAPH
+from octavo.compiler.dims import DTYPE_NAMES
 from octavo.compiler.dump_load import load_graph
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import default_num_pages
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class EagerRunner:

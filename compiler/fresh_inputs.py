@@ -58,7 +58,8 @@ def step_inputs(
 
 
 def is_cache(name: str) -> bool:
-    return name.startswith(("k_cache", "v_cache"))
+    """Whether an input is pages: of keys, values or block scales. Those that take over are k_cache_0_1 in a site."""
+    return name.startswith(("k_cache", "v_cache", "k_scales", "v_scales"))
 
 
 def page_size_of(graph_module: GraphModule, default: int = 4) -> int:

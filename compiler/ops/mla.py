@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.compiler.ops.attention import attention, may_attend, scores_to_output
 from octavo.compiler.ops.linear import linear
 from octavo.compiler.ops.op import Op, accumulator
-from octavo.compiler.ops.paging import gather_pages
+from octavo.compiler.ops.paging import page_values, scaled_rows
 
 
 def mla_attention(
@@ -42,21 +42,25 @@ def latent_attention(
     return attention(q, k.unsqueeze(2), latent.unsqueeze(2), None, scale, causal, window, softcap)
 
 
-def latent_write(latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def latent_write(
+    latent: Tensor, k_rope: Tensor, cache: Tensor, slot_mapping: Tensor, multiplier: Tensor | None = None
+) -> None:
     """latent (1, T, R), k_rope (1, T, Dr) next to each other into pages (pages, 1, page_size, R + Dr).
 
-    slot_mapping (T,) i64; a negative slot writes nothing.
+    slot_mapping (T,) i64; a negative slot writes nothing. multiplier (1,) fp32: of E4M3 pages, for both parts.
     """
     page_size = cache.shape[2]
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     rows = torch.cat((latent[0], k_rope[0]), dim=-1)[kept]
+    if multiplier is not None:
+        rows = scaled_rows(rows, multiplier)
     cache[slots // page_size, 0, slots % page_size] = rows.to(cache.dtype)
 
 
 def paged_mla_attention(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-    scale: float, window: int = 0, softcap: float = 0.0,
+    scale: float, window: int = 0, softcap: float = 0.0, multiplier: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q_latent (1, T, H, R); q_rope (1, T, H, Dr); returns (1, T, H, R). Causal; the step as in paging.py."""
     wide, rank = accumulator(q_latent), q_latent.shape[3]
@@ -66,7 +70,7 @@ def paged_mla_attention(
         start, end = cu_seqlens_q[request : request + 2].tolist()
         if start == end:
             continue
-        key = gather_pages(cache, page_table[request], length).to(wide)
+        key = page_values(cache, None, multiplier, page_table[request], length).to(wide)
         positions = torch.arange(length, device=cache.device)
         allowed = may_attend(positions[length - (end - start) :], positions, True, window)
         query = queries[start:end].transpose(0, 1)
@@ -98,14 +102,15 @@ LATENT_ATTENTION = Op(
     "y = attention((q_latent, q_rope), (c, k_rope), c)",
 )
 LATENT_WRITE = Op(
-    "latent_write(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping) -> ()",
+    "latent_write(Tensor latent, Tensor k_rope, Tensor(a!) cache, Tensor slot_mapping, "
+    "Tensor? multiplier=None) -> ()",
     latent_write,
-    lambda latent, k_rope, cache, slot_mapping: None,
+    lambda latent, k_rope, cache, slot_mapping, multiplier=None: None,
     "cache[slot] = (c, k_rope)",
 )
 PAGED_MLA_ATTENTION = Op(
     "paged_mla_attention(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, float scale, int window=0, float softcap=0.0) -> Tensor",
+    "Tensor cu_seqlens_q, float scale, int window=0, float softcap=0.0, Tensor? multiplier=None) -> Tensor",
     paged_mla_attention,
     lambda q_latent, *rest, **options: torch.empty_like(q_latent, memory_format=torch.contiguous_format),
     "latent attention of each request's new tokens over its pages",

@@ -33,8 +33,7 @@ def kv_write(
         if multipliers is None:
             cache[page, :, row] = rows.to(cache.dtype)
         elif scales is None:
-            scaled = (rows.float() / multipliers[index]).clamp(-nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
-            cache[page, :, row] = scaled.to(cache.dtype)
+            cache[page, :, row] = scaled_rows(rows, multipliers[index]).to(cache.dtype)
         else:
             cache[page, :, row], scales[page, :, row] = nvfp4.quantize(rows, multipliers[index])
 
@@ -56,10 +55,13 @@ def paged_attention(
         if start == end:
             continue
         key, value = (
-            _values(cache, scales, multipliers, index, page_table[request], length)
+            page_values(cache, scales, multiplier, page_table[request], length)
             .to(wide)
             .repeat_interleave(groups, dim=0)
-            for index, (cache, scales) in enumerate(((k_cache, k_scales), (v_cache, v_scales)))
+            for cache, scales, multiplier in (
+                (k_cache, k_scales, None if multipliers is None else multipliers[0]),
+                (v_cache, v_scales, None if multipliers is None else multipliers[1]),
+            )
         )
         positions = torch.arange(length, device=q.device)
         own = positions[length - (end - start) :]
@@ -75,16 +77,21 @@ def page_width(cache: Tensor, scales: Tensor | None) -> int:
     return cache.shape[3] if scales is None else 2 * cache.shape[3]
 
 
-def _values(
-    cache: Tensor, scales: Tensor | None, multipliers: Tensor | None, index: int, pages: Tensor, length: int
+def scaled_rows(rows: Tensor, multiplier: Tensor) -> Tensor:
+    """rows / multiplier in fp32, no larger than E4M3 holds."""
+    return (rows.float() / multiplier).clamp(-nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
+
+
+def page_values(
+    cache: Tensor, scales: Tensor | None, multiplier: Tensor | None, pages: Tensor, length: int
 ) -> Tensor:
-    """What the pages of a request stand for: (kv_heads, length, D)."""
+    """What the pages of a request stand for: (kv_heads, length, D), fp32 where there is a multiplier."""
     codes = gather_pages(cache, pages, length)
-    if multipliers is None:
+    if multiplier is None:
         return codes
     if scales is None:
-        return codes.float() * multipliers[index]
-    return nvfp4.dequantize(codes, gather_pages(scales, pages, length), multipliers[index])
+        return codes.float() * multiplier
+    return nvfp4.dequantize(codes, gather_pages(scales, pages, length), multiplier)
 
 
 def gather_pages(cache: Tensor, pages: Tensor, length: int) -> Tensor:

@@ -14,7 +14,7 @@ import octavo
 from octavo.compiler.capture import Captured, capture, reference_logits
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.errors import OctavoError
-from octavo.compiler.fresh_inputs import Chunk, step_inputs
+from octavo.compiler.fresh_inputs import Chunk, is_cache, step_inputs
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, apply_step
 from octavo.passes.rule import PassReport
 
@@ -95,26 +95,29 @@ def tokens(length: int) -> Tensor:
     return torch.randint(0, VOCAB, (1, length), generator=torch.Generator().manual_seed(length))
 
 
-def logits(graph_module: GraphModule, input_ids: Tensor) -> Tensor:
-    """(T, vocab) of one sequence, at any stage; over pages it comes in two steps."""
+def logits(graph_module: GraphModule, input_ids: Tensor, caches: dict[str, Tensor] | None = None) -> Tensor:
+    """(T, vocab) of one sequence, at any stage; over pages it comes in two steps, which leave them in `caches`."""
     names = [node.name for node in graph_module.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         if "page_table" not in names:
             (result,) = graph_module(input_ids, torch.arange(input_ids.shape[1])[None])
             return result[0]  # type: ignore[no-any-return]
-        return torch.cat(_paged_logits(graph_module, names, input_ids))
+        return torch.cat(_paged_logits(graph_module, names, input_ids, {} if caches is None else caches))
 
 
-def _paged_logits(graph_module: GraphModule, names: list[str], input_ids: Tensor) -> list[Tensor]:
+def _paged_logits(
+    graph_module: GraphModule, names: list[str], input_ids: Tensor, caches: dict[str, Tensor]
+) -> list[Tensor]:
     length, results = input_ids.shape[1], []
-    caches: dict[str, Tensor] = {}
     for start, end in ((0, 4), (4, length)):
         chunk = Chunk(0, start, end - start)
         step = step_inputs([chunk], SETTINGS.page_size, 1, torch.Generator().manual_seed(0), length)
         for node in graph_module.graph.nodes:
-            if node.op == "placeholder" and "_cache_" in node.name:
+            if node.op == "placeholder" and is_cache(node.name):
                 shape, dtype = node.meta["val"].shape[1:], node.meta["val"].dtype
-                empty = torch.full((step.num_pages, *shape), float("nan"), dtype=dtype)
+                # Codes have no nan: their scales have.
+                poison = float("nan") if dtype.is_floating_point else 0xFF
+                empty = torch.full((step.num_pages, *shape), poison, dtype=dtype)
                 caches.setdefault(node.name, empty)
         given = {
             **step.tensors,
