@@ -62,7 +62,7 @@ def assign_precision(
 
 
 def _check_globs(config: QuantConfig, products: Sequence[Product], pages: Sequence[Pages]) -> None:
-    known = [one.modules for one in (*products, *pages)]
+    known = [product.modules for product in products] + [one.modules for one in pages]
     for option, globs in (("keep", config.keep), ("include", config.include)):
         for glob in globs:
             if not any(matches(modules, (glob,)) for modules in known):
@@ -156,7 +156,12 @@ def _page_precision(pages: Pages, config: QuantConfig, observed: Observed | None
             f"calibration: saw no keys and values of the pages {pages.number}, which their multipliers are made of; "
             'give calibration text or choose kv="bf16"'
         )
-    reason = f"largest key {seen.k_amax:.4g} and value {seen.v_amax:.4g}, head-room {config.headroom:g}"
+    largest = (
+        f"latent {seen.k_amax:.4g}"
+        if pages.is_latent
+        else f"key {seen.k_amax:.4g} and value {seen.v_amax:.4g}"
+    )
+    reason = f"largest {largest}, head-room {config.headroom:g}"
     multipliers = [
         max(
             _outer(f"{what} of the pages {pages.number}", amax, config.headroom, config.kv),
@@ -168,13 +173,13 @@ def _page_precision(pages: Pages, config: QuantConfig, observed: Observed | None
 
 
 def _why_pages_stay(pages: Pages, config: QuantConfig) -> str:
-    if pages.is_latent:
-        return "latents of all heads: no pages of them are quantised"
     kept = matches(pages.modules, config.keep)
     if kept:
         return f"kept: named by {kept!r}"
     if config.kv != "nvfp4":
         return ""
+    if pages.is_latent:
+        return "a latent is the keys and values of all heads, too much for 4 bits"
     odd = [width for width in pages.widths if width % BLOCK_ELEMENTS]
     if odd:
         return f"heads of {odd[0]} elements are not whole blocks of {BLOCK_ELEMENTS}"

@@ -1,6 +1,5 @@
 """Which format every product and every attention's pages have, why, and what calibration must have seen for it."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -43,7 +42,7 @@ def assigned(
 
 
 def formats(plan: PrecisionPlan, part: str) -> set[str]:
-    found = {precision.format for name, precision in plan.products.items() if part in name}
+    found: set[str] = {precision.format for name, precision in plan.products.items() if part in name}
     assert found
     return found
 
@@ -122,9 +121,11 @@ def test_latents_stay() -> None:
     assert len(latents) == 4 and set(latents.values()) == {"makes the latent that attention keeps"}
     assert formats(plan, "q_a_proj") == formats(plan, "o_proj") == {"fp8"}
     assert not [name for name in plan.products if "kv_b_proj" in name]
-    assert {(page.format, page.reason.split(":")[0]) for page in plan.pages.values()} == {
-        ("bf16", "latents of all heads")
+    assert {(page.format, page.reason) for page in plan.pages.values()} == {
+        ("fp8", "largest latent 44.8, head-room 1.25")
     }
+    plan, _ = assigned(QuantConfig("bf16", kv="nvfp4", include=("*.pages",)), "deepseek_v3")
+    assert {(page.format, page.reason[:9]) for page in plan.pages.values()} == {("bf16", "a latent ")}
 
 
 def test_rows_that_are_not_whole_blocks_stay() -> None:
@@ -176,7 +177,9 @@ def test_keep_beats_include() -> None:
 @pytest.mark.parametrize("glob", ["model.layers.7", "*.q_prj", "model.embed_tokens"])
 def test_a_glob_that_names_nothing_is_an_error(option: str, glob: str) -> None:
     with pytest.raises(OptionError, match=f"{option}: '{glob.replace('*', '.')}' names no product's module"):
-        assigned(replace(QuantConfig("fp8"), **{option: (glob,)}))
+        assigned(
+            QuantConfig("fp8", keep=(glob,)) if option == "keep" else QuantConfig("fp8", include=(glob,))
+        )
 
 
 @pytest.mark.parametrize(("kv", "largest"), [("fp8", 448.0), ("nvfp4", 2688.0)])
