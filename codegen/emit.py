@@ -51,7 +51,7 @@ class _Emitter:
         self.names: dict[fx.Node, tuple[str, ...]] = {}
         self.weights: dict[tuple[object, ...], str] = {}
         self.steps: list[Step] = []
-        self.planned = f"{memory.peak} * T"
+        self.planned = memory.workspace.text
         self.scratch: dict[str, None] = {}
 
     @property
@@ -106,9 +106,7 @@ class _Emitter:
                 f"emit: expected a place in the workspace, run plan_memory first ({where(node)})"
             )
         buffers = tuple(
-            Buffer(
-                place.name, "workspace", dtype_name(result), self._shape(result)[1:], f"{place.offset} * T"
-            )
+            Buffer(place.name, "workspace", dtype_name(result), self._result_shape(result), place.offset.text)
             for place, result in zip(places if isinstance(places, tuple) else (places,), results, strict=True)
         )
         self._add(node, *buffers)
@@ -158,3 +156,8 @@ class _Emitter:
 
     def _shape(self, value: torch.Tensor) -> tuple[Dim, ...]:
         return tuple(to_dim(size, self.sizes) for size in value.shape)
+
+    def _result_shape(self, value: torch.Tensor) -> tuple[Dim, ...]:
+        """Without the leading 1 of token tensors; block scales in tiles have none."""
+        shape = self._shape(value)
+        return shape[1:] if len(shape) > 1 else shape

@@ -29,7 +29,7 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
 class Buffer:
     """A piece of memory that steps read or write.
 
-    dtype   "fp32", "bf16", "i32", "i64"
+    dtype   a name of ITEM_BYTES
     shape   ints, or expressions in DIMS
     offset  workspace only: bytes from its start, an expression in DIMS
     """

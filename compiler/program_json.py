@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import validate, validate_condition
-from octavo.compiler.program import DIMS, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+from octavo.compiler.program import DIMS, ITEM_BYTES, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
 
 MAX_BUFFERS = 200_000
 MAX_STEPS = 200_000
@@ -17,7 +17,7 @@ MAX_PAGE_SIZE = 65_536
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,254}")
 _KINDS = get_args(BufferKind)
-_DTYPES = ("fp32", "bf16", "i32", "i64", "u8")
+_DTYPES = tuple(ITEM_BYTES)
 
 
 def program_to_json(program: Program) -> str:

@@ -1,15 +1,19 @@
 """Where every intermediate of a step lives: one workspace, reused as soon as a value has had its last reader.
 
-A value takes c * T bytes: sizes in L count as T, as L <= T. So two values that must not overlap for one T
-never do, and the plan is made once, over the coefficients c. Logits are an output, not workspace.
+A value takes at most a * T + b bytes: sizes in L count as T, as L <= T, and block scales in tiles of 128 rows take
+what the last tile may leave empty as b. One value lies above another only if both coefficients say so, so the two
+overlap for no T, and the plan is made once, over the coefficients. Logits are an output, not workspace.
 """
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 import octavo.compiler.ops  # noqa: F401  (registers the ops that IN_PLACE names)
 from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph
@@ -17,31 +21,83 @@ from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.program import ITEM_BYTES
 
 ALIGNMENT = 64
-# result: arguments that it may overwrite, best first; kernels read element i of them before they write it.
+# result (-1: the last): arguments that it may overwrite, best first; kernels read element i of them before they
+# write it, and not again.
 IN_PLACE = {
     torch.ops.octavo.add.default: {0: (0, 1)},
     # The residual first: it then stays in one place through all layers, and fragments nothing.
     torch.ops.octavo.add_rms_norm.default: {1: (1, 0)},
+    torch.ops.octavo.add_rms_norm_quantize.default: {-1: (1, 0)},
 }
 
 
 @dataclass(frozen=True)
+class Size:
+    """per_token * T + fixed bytes."""
+
+    per_token: int = 0
+    fixed: int = 0
+
+    @property
+    def text(self) -> str:
+        """As an expression in T."""
+        return f"{self.per_token} * T" + (f" + {self.fixed}" if self.fixed else "")
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.per_token, self.fixed
+
+    def __add__(self, other: "Size") -> "Size":
+        return Size(self.per_token + other.per_token, self.fixed + other.fixed)
+
+    def __sub__(self, other: "Size") -> "Size":
+        return Size(self.per_token - other.per_token, self.fixed - other.fixed)
+
+    def has_room_for(self, other: "Size") -> bool:
+        """Whether this is no less than the other for every T."""
+        return self.per_token >= other.per_token and self.fixed >= other.fixed
+
+
+def _highest(sizes: Iterable[Size]) -> Size:
+    """The least size that is no less than any, for every T."""
+    sizes = list(sizes)
+    return Size(
+        max((size.per_token for size in sizes), default=0), max((size.fixed for size in sizes), default=0)
+    )
+
+
+def _lower(one: Size, other: Size) -> Size:
+    """The largest size that is no more than either, for every T."""
+    return Size(min(one.per_token, other.per_token), min(one.fixed, other.fixed))
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Memory of one value: workspace bytes [offset * T, (offset + width) * T); both multiples of 64."""
+    """Memory of one value: workspace bytes [offset, offset + width); all coefficients are multiples of 64."""
 
     name: str
-    offset: int
-    width: int
+    offset: Size
+    width: Size
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of workspace per token: as planned, and if every value had memory of its own."""
+    """Bytes of workspace.
+
+    peak   a token, as planned
+    naive  a token, if every value had memory of its own
+    fixed  beside peak, in every step
+    """
 
     peak: int
     naive: int
     values: int
     in_place: int
+    fixed: int = 0
+
+    @property
+    def workspace(self) -> Size:
+        return Size(self.peak, self.fixed)
 
 
 @dataclass(eq=False)
@@ -49,10 +105,10 @@ class _Value:
     """A piece of memory to place. first, last: indices of the nodes that write it and that read it last."""
 
     name: str
-    width: int
+    width: Size
     first: int
     last: int
-    offset: int = 0
+    offset: Size = Size()
     shares: "_Value | None" = None
 
     @property
@@ -63,13 +119,16 @@ class _Value:
     def overlaps(self, other: "_Value") -> bool:
         return self.first <= other.last and other.first <= self.last
 
+    @property
+    def end(self) -> Size:
+        return self.offset + self.width
+
 
 def plan_memory(graph: fx.Graph) -> MemoryReport:
     """Give every intermediate a place, as meta["buffer"]: a Placement, or a tuple of them.
 
     A view and an item of a tuple carry the Placement of what they show. Nodes whose value is an input, a
-    weight or the output have none. Raises IllegalGraphError for a value whose size is not a fixed multiple
-    of T or L.
+    weight or the output have none. Raises IllegalGraphError for a value whose size nothing linear in T or L bounds.
     """
     owned = _lifetimes(graph)
     values = list({id(value): value for results in owned.values() for value in results}.values())
@@ -78,7 +137,8 @@ def plan_memory(graph: fx.Graph) -> MemoryReport:
     for node, results in owned.items():
         placements = tuple(Placement(v.name, v.memory.offset, v.width) for v in results)
         node.meta["buffer"] = placements if isinstance(node.meta["val"], tuple | list) else placements[0]
-    return MemoryReport(peak, sum(value.width for value in values), len(values), num_in_place)
+    naive = sum(value.width.per_token for value in values)
+    return MemoryReport(peak.per_token, naive, len(values), num_in_place, peak.fixed)
 
 
 def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
@@ -111,17 +171,25 @@ def _results(node: fx.Node, index: int, rows: set[sympy.Symbol]) -> tuple[_Value
     return tuple(_Value(f"{node.name}.{i}", _width(node, v, rows), index, index) for i, v in enumerate(value))
 
 
-def _width(node: fx.Node, value: torch.Tensor, rows: set[sympy.Symbol]) -> int:
-    """Bytes per token, rounded up to ALIGNMENT."""
+def _width(node: fx.Node, value: torch.Tensor, rows: set[sympy.Symbol]) -> Size:
+    """Bytes, both coefficients rounded up to ALIGNMENT. A quotient that is rounded down counts as it is."""
     count = sympy.Mul(*(as_expression(size) for size in value.shape))
-    for symbol in count.free_symbols & rows:
-        per_row = count / symbol
-        if per_row.is_Integer:
-            return -(-int(per_row) * ITEM_BYTES[dtype_name(value)] // ALIGNMENT) * ALIGNMENT
+    bound = sympy.expand(count.replace(FloorDiv, lambda size, divisor: size / divisor))
+    symbols = sorted(bound.free_symbols & rows, key=str)
+    is_falling = any(number.is_negative for number in count.atoms(sympy.Number))
+    if len(symbols) == 1 and not is_falling:
+        per_row, fixed = bound.coeff(symbols[0], 1), bound.coeff(symbols[0], 0)
+        if per_row.is_Rational and fixed.is_Rational and bound == per_row * symbols[0] + fixed:
+            item = ITEM_BYTES[dtype_name(value)]
+            return Size(_aligned(per_row * item), _aligned(fixed * item))
     raise IllegalGraphError(
         f"plan_memory: a value must hold a fixed number of elements per token, got shape "
         f"{tuple(value.shape)} (node {node.name})"
     )
+
+
+def _aligned(num_bytes: sympy.Rational) -> int:
+    return int(sympy.ceiling(num_bytes / ALIGNMENT)) * ALIGNMENT
 
 
 def _reuse_in_place(graph: fx.Graph, owned: dict[fx.Node, tuple[_Value, ...]]) -> int:
@@ -143,20 +211,23 @@ def _reuse_in_place(graph: fx.Graph, owned: dict[fx.Node, tuple[_Value, ...]]) -
     return num_reused
 
 
-def _place(values: list[_Value]) -> int:
+def _place(values: list[_Value]) -> Size:
     """Give offsets, widest first, each into the tightest gap that is free all its life; returns the peak.
 
     Pisarchyk and Lee 2020, greedy by size. Never worse than one after another: a value starts no later than
     where those placed before it end.
     """
     placed: list[_Value] = []
-    for value in sorted(values, key=lambda v: (-v.width, v.first)):
-        best_gap, best_offset, end = None, 0, 0
-        for other in sorted((o for o in placed if o.overlaps(value)), key=lambda o: o.offset):
-            gap = other.offset - end
-            if gap >= value.width and (best_gap is None or gap < best_gap):
+    for value in sorted(values, key=lambda v: (-v.width.per_token, -v.width.fixed, v.first)):
+        rivals = sorted((o for o in placed if o.overlaps(value)), key=lambda o: o.offset.order)
+        # where the first of them begins that is not below a gap: of two, neither need be the lower one for every T
+        begins = list(accumulate((other.offset for other in reversed(rivals)), _lower))[::-1]
+        best_gap, best_offset, end = None, Size(), Size()
+        for other, begin in zip(rivals, begins, strict=True):
+            gap = begin - end
+            if gap.has_room_for(value.width) and (best_gap is None or gap.order < best_gap.order):
                 best_gap, best_offset = gap, end
-            end = max(end, other.offset + other.width)
+            end = _highest((end, other.end))
         value.offset = end if best_gap is None else best_offset
         placed.append(value)
-    return max((value.offset + value.width for value in placed), default=0)
+    return _highest(value.end for value in placed)

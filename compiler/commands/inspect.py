@@ -54,6 +54,7 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
             "workspace": str(program.workspace),
             "workspace_at_most": evaluate(program.workspace, {**full, "num_pages": full["P"] + 1}),
             "token": plan["peak"],
+            **({"step": plan["fixed"]} if plan["fixed"] else {}),
             "token_without_reuse": plan["naive"],
         },
     }

@@ -6,6 +6,8 @@ from lowered import LoweredGraph
 
 from octavo.compiler.dims import dim_names, dtype_name, is_view, leaves_graph, to_dim
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.expression import evaluate
+from octavo.compiler.ops.quantize import swizzled_size
 
 
 def test_names_symbols_by_the_inputs_that_hold_them() -> None:
@@ -20,6 +22,17 @@ def test_names_symbols_by_the_inputs_that_hold_them() -> None:
     assert dtype_name(cache.meta["val"]) == "bf16"
 
 
+def test_a_quotient_that_is_rounded_down_is_written_as_programs_have_it() -> None:
+    g = LoweredGraph()
+    ids, rows = g.input("input_ids"), g.input("logit_rows")
+    names = dim_names(g.graph)
+    for node, name in ((ids, "T"), (rows, "L")):
+        count = node.meta["val"].shape[-1]
+        written = to_dim(swizzled_size(count, 40), names)
+        values = [evaluate(written, {name: size}) for size in (0, 1, 128, 129)]
+        assert values == [0, 5120, 5120, 10240]
+
+
 def test_refuses_a_size_without_a_name() -> None:
     g = LoweredGraph()
     ids = g.input("input_ids")
@@ -29,7 +42,7 @@ def test_refuses_a_size_without_a_name() -> None:
 
 def test_refuses_other_dtypes() -> None:
     with pytest.raises(
-        IllegalGraphError, match=r"dtype must be one of fp32, bf16, i32, i64, got torch.float16"
+        IllegalGraphError, match=r"dtype must be one of fp32, bf16, fp8, u8, i32, i64, got torch.float16"
     ):
         dtype_name(torch.zeros(1, dtype=torch.float16))
 
