@@ -73,6 +73,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.huggingface": 6,
     "octavo.compiler.huggingface_experts": 6,
     "octavo.compiler.fresh_inputs": 6,
+    "octavo.compiler.calibration": 6,
     "octavo.compiler.verify": 6,
     "octavo.compiler.reduced_sizes": 6,
     "octavo.compiler.meta_model": 6,
