@@ -33,6 +33,10 @@ class ArtifactError(OctavoError):
     """An artifact is damaged, foreign or of another version."""
 
 
+class CheckpointError(OctavoError):
+    """A checkpoint's files, scales or configuration are not what its format says."""
+
+
 class RequestError(OctavoError):
     """A request can never be served as asked (empty prompt, too long, bad sampling parameters)."""
 

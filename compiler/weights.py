@@ -61,6 +61,16 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Where a tensor lies in its file: from byte `start` to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class MappedWeight:
     """A tensor read back: `array` is a read-only view of the file (bf16 as uint16)."""
 
@@ -114,21 +124,29 @@ def _write_data(file: BinaryIO, name: str, weight: Weight) -> int:
 
 
 def map_weights(path: Path, mapped: mmap.mmap) -> dict[str, MappedWeight]:
-    """Views of every tensor of a mapped safetensors file, by name; ArtifactError if its header is unsound.
+    """Views of every tensor of a mapped safetensors file, by name; ArtifactError if its header is unsound."""
+    weights = {}
+    for name, span in tensor_spans(path, mapped).items():
+        array = np.frombuffer(mapped, DTYPES[span.dtype][1], _count(span.shape), span.start)
+        weights[name] = MappedWeight(span.dtype, span.shape, array.reshape(span.shape))
+    return weights
+
+
+def tensor_spans(path: Path, mapped: mmap.mmap) -> dict[str, Span]:
+    """Where every tensor of a mapped safetensors file lies, by name; ArtifactError if its header is unsound.
 
     The tensors must cover the data exactly, without overlap: nothing outside a tensor is ever read.
     """
     entries, data_start = _read_header(path, mapped)
     spans: list[tuple[int, int, str]] = []
-    weights: dict[str, MappedWeight] = {}
+    found: dict[str, Span] = {}
     for name, entry in entries.items():
-        dtype, shape, start, end, view = _check_entry(path, name, entry)
+        dtype, shape, start, end = _check_entry(path, name, entry)
         if end > len(mapped) - data_start:
             raise _bad(path, f"tensor '{name}' ends within the file's {len(mapped)} bytes", data_start + end)
         spans.append((start, end, name))
         if not name.startswith(PADDING_PREFIX):
-            array = np.frombuffer(mapped, view, _count(shape), data_start + start).reshape(shape)
-            weights[name] = MappedWeight(dtype, shape, array)
+            found[name] = Span(dtype, shape, data_start + start, data_start + end)
     position = 0
     for start, end, name in sorted(spans):
         if start != position:
@@ -138,7 +156,7 @@ def map_weights(path: Path, mapped: mmap.mmap) -> dict[str, MappedWeight]:
         raise _bad(
             path, f"tensors fill the file's {len(mapped)} bytes", f"{data_start + position} bytes used"
         )
-    return weights
+    return found
 
 
 def _read_header(path: Path, mapped: mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -155,7 +173,7 @@ def _read_header(path: Path, mapped: mmap.mmap) -> tuple[dict[str, Any], int]:
     return entries, 8 + length
 
 
-def _check_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int, Any]:
+def _check_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     match entry:
         case {"dtype": str(file_dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
             pass
@@ -168,7 +186,7 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...
     dtype, view = _FROM_FILE[file_dtype]
     if not 0 <= start <= end or end - start != _count(shape) * view.itemsize:
         raise _bad(path, f"{_count(shape) * view.itemsize} bytes for '{name}'", f"offsets {start}..{end}")
-    return dtype, tuple(shape), start, end, view
+    return dtype, tuple(shape), start, end
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -187,5 +205,5 @@ def _count(shape: tuple[int, ...] | list[int]) -> int:
 
 def _bad(path: Path, expected: str, got: object) -> ArtifactError:
     return ArtifactError(
-        f"{path}: expected {expected}, got {got}; the artifact is damaged, compile or copy it again"
+        f"{path}: expected {expected}, got {got}; the file is damaged, write or copy it again"
     )

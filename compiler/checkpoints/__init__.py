@@ -1,0 +1,1 @@
+"""Quantised checkpoints of other tools: read, checked, written, converted, and compiled from."""
