@@ -1,14 +1,16 @@
 """Codes and block scales of weights that lose least: a search over scales, and error feedback column by column."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from octavo.compiler.errors import OptionError
 from octavo.compiler.nvfp4 import (
     BLOCK_ELEMENTS,
+    E2M1_MAX,
     E4M3_MAX_SEARCHED,
     block_scales,
-    decode_e2m1,
     encode_e2m1,
     outer_scale,
     pack,
@@ -18,8 +20,8 @@ from octavo.compiler.nvfp4 import (
 # E4M3 codes that are tried, counted from the code of the scale that carries the block's largest element.
 FIRST_CANDIDATE, LAST_CANDIDATE = -2, 7
 SMALLEST_CODE, LARGEST_CODE = 0x01, 0x7E
-# Rows at a time: the search holds a few fp32 copies of them.
-CHUNK_ROWS = 1024
+# Blocks that are searched together: what the search holds of them (4 MB) stays in the cache.
+CHUNK_BLOCKS = 3200
 # Share of the mean of the diagonal that is added to it, so that the second moments can be inverted.
 DAMPING = 0.01
 
@@ -45,29 +47,63 @@ def search_scales(weight: Tensor, outer: Tensor, importance: Tensor | None = Non
     Ten scales are tried for each block, two below to seven above the one that carries the largest element; of
     equal errors the lowest scale wins. Zero blocks keep 0.
     """
-    chunks = []
-    for start in range(0, weight.shape[0], CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        chosen = importance[rows] if importance is not None and importance.dim() == 2 else importance
-        chunks.append(_search_rows(weight[rows].float(), outer, chosen))
-    return torch.cat(chunks)
+    return torch.cat(
+        [_search_rows(part.float(), outer, factors) for part, factors in _chunks(weight, importance)]
+    )
+
+
+def _chunks(weight: Tensor, importance: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """A few rows at a time, with their importance."""
+    count = max(1, CHUNK_BLOCKS * BLOCK_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], count):
+        rows = slice(start, start + count)
+        yield (
+            weight[rows],
+            importance[rows] if importance is not None and importance.dim() == 2 else importance,
+        )
 
 
 def _search_rows(weight: Tensor, outer: Tensor, importance: Tensor | None) -> Tensor:
-    blocks = weight.unflatten(-1, (-1, BLOCK_ELEMENTS))
-    factors = None if importance is None else importance.float().unflatten(-1, (-1, BLOCK_ELEMENTS))
-    base = block_scales(weight, outer).view(torch.uint8).to(torch.int16)
-    best_error = torch.full(base.shape, float("inf"))
-    best_code = base.clone()
-    for offset in range(FIRST_CANDIDATE, LAST_CANDIDATE + 1):
-        code = (base + offset).clamp(SMALLEST_CODE, LARGEST_CODE)
-        step = (_scales(code).float() * outer).unsqueeze(-1)
-        error = (decode_e2m1(encode_e2m1(blocks / step)) * step - blocks).square()
-        total = (error if factors is None else error * factors).sum(-1)
-        is_better = total < best_error
-        best_error = torch.where(is_better, total, best_error)
-        best_code = torch.where(is_better, code, best_code)
-    return _scales(torch.where(base == 0, base, best_code))
+    """Axes: candidates, places in a block, blocks. The last is the long one, so that every loop is over neighbours."""
+    scales = block_scales(weight, outer)
+    base = scales.view(torch.uint8).flatten().int()
+    magnitudes = _places_first(weight.abs())
+    offsets = torch.arange(FIRST_CANDIDATE, LAST_CANDIDATE + 1, dtype=torch.int32)
+    codes = (base + offsets[:, None]).clamp_(SMALLEST_CODE, LARGEST_CODE)
+    step = (_scales(codes).float() * outer).unsqueeze(1)
+    error = round_magnitudes(magnitudes / step).mul_(step).sub_(magnitudes).square_()
+    if importance is not None:
+        error.mul_(_places_first(importance.float().expand_as(weight)))
+    least, index = _sum_of_places(error).min(0)
+    best = codes.gather(0, index[None])[0]
+    best = torch.where(least.isfinite(), best, base)  # all overflow
+    return _scales(torch.where(base == 0, base, best)).view(scales.shape)
+
+
+def _places_first(values: Tensor) -> Tensor:
+    """(rows, K) -> (16, rows * K / 16)."""
+    return values.unflatten(-1, (-1, BLOCK_ELEMENTS)).permute(2, 0, 1).flatten(1).contiguous()
+
+
+def _sum_of_places(error: Tensor) -> Tensor:
+    """(candidates, 16, n) -> (candidates, n). The order is said, so that every machine finds the same least error."""
+    half = error[:, :8].add_(error[:, 8:])
+    total = half[:, 0]
+    for place in range(1, 8):
+        total = total + half[:, place]
+    return total
+
+
+def round_magnitudes(z: Tensor) -> Tensor:
+    """The E2M1 magnitudes nearest to fp32 values of 0 or more, in place: ties to the even code, at most 6.
+
+    Values from 2^e on lie 2^(e - 1) apart (below 1: 0.5 apart), and adding 2^(e + 22) rounds to just that.
+    """
+    z.clamp_(max=E2M1_MAX)
+    magic = z.clamp(min=1.0)
+    magic.view(torch.int32).bitwise_and_(0x7F800000)
+    magic.mul_(2.0**22)
+    return z.add_(magic).sub_(magic)
 
 
 def _scales(code: Tensor) -> Tensor:
@@ -76,7 +112,11 @@ def _scales(code: Tensor) -> Tensor:
 
 def quantize_weight(weight: Tensor, outer: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Bytes (N, K / 2) and linear scales (N, K / 16) of a weight (N, K), scales by search, codes to nearest."""
-    return quantize(weight, outer, search_scales(weight, outer, importance))
+    parts = [
+        quantize(part, outer, _search_rows(part.float(), outer, factors))
+        for part, factors in _chunks(weight, importance)
+    ]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
 
 def quantize_weight_with_feedback(weight: Tensor, outer: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,35 +127,36 @@ def quantize_weight_with_feedback(weight: Tensor, outer: Tensor, moments: Tensor
     A block's scales are searched when its turn comes, on what the columns before it left.
     Source: Frantar et al. 2022, Algorithm 1.
     """
-    columns = weight.shape[1]
+    rows, columns = weight.shape
     factor = _inverse_factor(moments)
-    remaining = weight.float().clone()
-    codes = torch.empty(weight.shape, dtype=torch.uint8)
-    scales = torch.empty(weight.shape[0], columns // BLOCK_ELEMENTS, dtype=torch.float8_e4m3fn)
+    remaining = weight.float().T.contiguous()  # (K, N): a column of the weight is a row here
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // BLOCK_ELEMENTS, dtype=torch.float8_e4m3fn)
     for start in range(0, columns, BLOCK_ELEMENTS):
-        block = slice(start, start + BLOCK_ELEMENTS)
-        importance = factor.diagonal()[block].square().reciprocal()
-        found = search_scales(remaining[:, block], outer, importance)
-        scales[:, start // BLOCK_ELEMENTS] = found[:, 0]
-        codes[:, block] = _feed_back(remaining, factor, found[:, 0].float() * outer, start)
-    return pack(codes), scales
+        end = start + BLOCK_ELEMENTS
+        importance = factor.diagonal()[start:end].square().reciprocal()
+        found = search_scales(remaining[start:end].T, outer, importance)[:, 0]
+        scales[:, start // BLOCK_ELEMENTS] = found
+        own, errors = _feed_back(remaining[start:end], factor[start:end, start:end], found.float() * outer)
+        codes[:, start // 2 : end // 2] = pack(own.T)
+        remaining[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1.0)
+    return codes, scales
 
 
-def _feed_back(remaining: Tensor, factor: Tensor, step: Tensor, start: int) -> Tensor:
-    """Codes of one block of columns; every column's error is taken out of those behind it, in and past the block."""
-    end = start + BLOCK_ELEMENTS
-    codes = torch.empty(remaining.shape[0], BLOCK_ELEMENTS, dtype=torch.uint8)
-    errors = torch.empty(remaining.shape[0], BLOCK_ELEMENTS)
-    safe = torch.where(step == 0, torch.ones_like(step), step)
-    for column in range(start, end):
-        wanted = remaining[:, column]
-        code = torch.where(step == 0, torch.zeros_like(codes[:, 0]), encode_e2m1(wanted / safe))
-        codes[:, column - start] = code
-        error = (wanted - decode_e2m1(code) * step) / factor[column, column]
-        errors[:, column - start] = error
-        remaining[:, column:end] -= error[:, None] * factor[None, column, column:end]
-    remaining[:, end:] -= errors @ factor[start:end, end:]
-    return codes
+def _feed_back(block: Tensor, factor: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and errors (16, N) of a block's columns; each one's error is taken out of those behind it in the block.
+
+    block (16, N), changed in place; factor (16, 16); step (N,) the scales, of which 0 makes codes of 0
+    """
+    is_zero = step == 0
+    safe = torch.where(is_zero, torch.ones_like(step), step)
+    scaled, errors = torch.empty_like(block), torch.empty_like(block)
+    for column, wanted in enumerate(block):
+        torch.div(wanted, safe, out=scaled[column])
+        nearest = round_magnitudes(scaled[column].abs()).copysign_(wanted).mul_(step)
+        error = torch.sub(wanted, nearest, out=errors[column]).div_(factor[column, column])
+        block[column + 1 :] -= factor[column, column + 1 :, None] * error
+    return encode_e2m1(scaled).masked_fill_(is_zero, 0), errors
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:
@@ -127,6 +168,8 @@ def _inverse_factor(moments: Tensor) -> Tensor:
         return torch.eye(moments.shape[0])
     diagonal[diagonal == 0] = mean
     diagonal += DAMPING * mean
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    # Read backwards, L L^T becomes R R^T with an upper R, and the inverse is R^-T R^-1: one factor, not two.
+    upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    identity = torch.eye(moments.shape[0], dtype=torch.float64)
+    factor: Tensor = torch.linalg.solve_triangular(upper, identity, upper=True)
     return factor.float()

@@ -10,6 +10,7 @@ from octavo.compiler.nvfp4 import dequantize, quantize
 from octavo.compiler.nvfp4_weights import (
     quantize_weight,
     quantize_weight_with_feedback,
+    round_magnitudes,
     search_scales,
     weight_outer_scale,
 )
@@ -49,6 +50,54 @@ def test_search_is_about_as_good_as_trying_every_scale(heavy_tails: bool) -> Non
     assert found < 0.9 * plain
 
 
+def scale_by_the_rule(block: book.Array, outer: np.float32, importance: book.Array) -> int:
+    """Code of the first scale of least error, from two below to seven above that of the largest element, in fp32."""
+    if not block.any():
+        return 0
+    wanted = min(max(np.abs(block).max() / np.float32(6) / outer, np.float32(2**-9)), np.float32(448))
+    base = int(torch.tensor(float(wanted)).to(torch.float8_e4m3fn).view(torch.uint8))
+    best, least = base, np.float32(np.inf)
+    for offset in range(-2, 8):
+        code = min(max(base + offset, 1), 126)
+        step = np.float32(float(torch.tensor(code, dtype=torch.uint8).view(torch.float8_e4m3fn))) * outer
+        values = book.E2M1[book.codes_of(block / step)].astype(np.float32)
+        error = (values * step - block) ** 2 * importance
+        folded = error[:8] + error[8:]
+        total = folded[0]
+        for one in folded[1:]:
+            total = total + one
+        if total < least:
+            best, least = code, total
+    return best
+
+
+def test_search_is_the_rule_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(20, 64, generator=generator) ** 3
+    weight[3, 16:32] = 0.0
+    importance = torch.rand(20, 64, generator=generator)
+    outer = weight_outer_scale("w", weight)
+    for own in (torch.ones(20, 64), importance[0].expand(20, 64), importance):
+        given = None if bool((own == 1).all()) else own[0] if bool((own == own[0]).all()) else own
+        got = search_scales(weight, outer, given).view(torch.uint8)
+        for row in range(20):
+            for block in range(4):
+                cut = slice(16 * block, 16 * block + 16)
+                x, factors = weight[row, cut].numpy(), own[row, cut].numpy()
+                assert int(got[row, block]) == scale_by_the_rule(x, np.float32(float(outer)), factors)
+
+
+def test_magnitudes_round_to_the_even_code() -> None:
+    generator = torch.Generator().manual_seed(5)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    near = [ties.nextafter(torch.tensor(end)) for end in (0.0, 9.0)]
+    z = torch.cat(
+        [ties, *near, torch.tensor([0.0, 1e-40, 6.0, 7.0, 1e30]), torch.rand(5000, generator=generator) * 8]
+    )
+    wanted = book.E2M1[book.codes_of(z.numpy())]
+    assert np.array_equal(round_magnitudes(z.clone()).numpy(), wanted)
+
+
 def test_zero_blocks_keep_a_scale_of_zero() -> None:
     weight = torch.randn(2, 32)
     weight[1, 16:] = 0.0
@@ -64,7 +113,7 @@ def test_rows_are_searched_alike_in_every_chunk(monkeypatch: pytest.MonkeyPatch)
     weight = torch.randn(50, 32)
     outer = weight_outer_scale("w", weight)
     whole = search_scales(weight, outer)
-    monkeypatch.setattr("octavo.compiler.nvfp4_weights.CHUNK_ROWS", 7)
+    monkeypatch.setattr("octavo.compiler.nvfp4_weights.CHUNK_BLOCKS", 7)
     assert torch.equal(search_scales(weight, outer).view(torch.uint8), whole.view(torch.uint8))
 
 
