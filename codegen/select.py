@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from octavo.codegen import mla_cpp, mla_rows_triton, moe_cpp, rows_cpp, rows_triton
+from octavo.codegen import (
+    mla_cpp,
+    mla_rows_triton,
+    moe_cpp,
+    pages_cpp,
+    pages_triton,
+    quantized_cpp,
+    quantized_moe_cpp,
+    quantized_rows_triton,
+    rows_cpp,
+    rows_triton,
+)
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.row import Row, op_name
 from octavo.compiler.errors import CodegenError
@@ -13,8 +24,13 @@ from octavo.compiler.origin import where
 from octavo.compiler.target import Family, Target
 
 TABLE: dict[Family, tuple[Row, ...]] = {
-    "cpp": rows_cpp.ROWS + moe_cpp.ROWS + mla_cpp.ROWS,
-    "triton": rows_triton.ROWS + mla_rows_triton.ROWS,
+    "cpp": rows_cpp.ROWS
+    + pages_cpp.ROWS
+    + moe_cpp.ROWS
+    + mla_cpp.ROWS
+    + quantized_cpp.ROWS
+    + quantized_moe_cpp.ROWS,
+    "triton": rows_triton.ROWS + pages_triton.ROWS + mla_rows_triton.ROWS + quantized_rows_triton.ROWS,
 }
 
 
