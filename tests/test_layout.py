@@ -42,6 +42,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.precision": 2,
     "octavo.compiler.observed": 2,
     "octavo.compiler.nvfp4_weights": 2,
+    "octavo.compiler.weight_quantizer": 2,
     "octavo.compiler.ops": 2,
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,
@@ -85,6 +86,10 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.layer_folding": 6,
     "octavo.compiler.pipeline": 6,
     "octavo.compiler.quantizing": 6,
+    "octavo.compiler.replay": 6,
+    "octavo.compiler.quality": 6,
+    "octavo.compiler.sensitivity": 6,
+    "octavo.compiler.choose_formats": 6,
     "octavo.compiler.checkpoints": 6,
     "octavo.compiler.checkpoints.*": 6,
     "octavo.compiler.build": 6,
@@ -114,6 +119,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.cli": 8,
     "octavo.compiler.cli_app": 8,
     "octavo.compiler.cli_kernels": 8,
+    "octavo.compiler.cli_quantize": 8,
 }
 
 # An artifact is served without the compiler, so the runtime may use these leaves and nothing else.
@@ -134,6 +140,7 @@ LAZY_IMPORTS = {
     "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
     "compiler/cli_app.py": "bars are drawn by rich, which help does not wait for either",
     "compiler/cli_kernels.py": "as compiler/cli.py",
+    "compiler/cli_quantize.py": "as compiler/cli.py",
     "compiler/roofline.py": "matplotlib is the plot extra",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
