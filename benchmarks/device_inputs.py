@@ -156,7 +156,7 @@ def _input(
             raw &= 0x37 if "scale" in arg.name else 0xB7
         return raw.view(dtype)
     values = torch.empty(count, dtype=dtype, device=device)
-    if "outer" in arg.name or "alpha" in arg.name or arg.name.endswith("scale"):
+    if any(word in arg.name for word in ("outer", "alpha", "multiplier")) or arg.name.endswith("scale"):
         return values.uniform_(0.01, 0.02, generator=generator)
     if arg.name in ("weights",):
         return values.uniform_(0.1, 0.3, generator=generator)

@@ -190,11 +190,11 @@ def _gathered(name: str, size: int, params: Params, held: Held, dims: Dims, cont
     if params["pages"] == "nvfp4":
         rows = pages * heads * page
         whole = dequantised(cache, held[f"{name}_scales"], rows, size, swizzled=False)
-        whole = (whole * held[f"{name}_scale"][0]).reshape(pages, heads, page, size)
+        whole = (whole * held["multipliers"]["kv".index(name)]).reshape(pages, heads, page, size)
     else:
         whole = rows_of(cache, pages, heads, page, size)
         if params["pages"] == "fp8":
-            whole = whole.float() * held[f"{name}_scale"][0]
+            whole = whole.float() * held["multipliers"]["kv".index(name)]
     table = rows_of(held["page_table"], dims["R"], dims["P"]).long()
     gathered = whole[table].transpose(1, 2)  # requests, kv heads, columns, page, size
     return gathered.reshape(dims["R"], heads, -1, size)[:, :, :context].contiguous()

@@ -109,7 +109,7 @@ class Attention:
         if self.pages == "nvfp4":
             args += [pointer(name, "fp8") for name in ("k_scales", "v_scales")]
         if self.is_quantized:
-            args += [pointer(name, "fp32") for name in ("k_scale", "v_scale")]
+            args.append(pointer("multipliers", "fp32"))
         return (*args, pointer("page_table", "i32"), pointer("seq_lens", "i32"))
 
     def mask_args(self, has_sinks: bool) -> tuple[Arg, ...]:

@@ -25,7 +25,7 @@ COPY_BYTES = 16384
 
 
 def kv_write_quantize_spec(count: Dim, heads: Heads, dtype: str, pages: str, target: Target) -> KernelSpec:
-    """kv_write to pages "fp8" or "nvfp4": x / multiplier, arguments k_scale and v_scale, (1,) fp32 each.
+    """kv_write to pages "fp8" or "nvfp4": x / multiplier; multipliers (2,) fp32, of k and of v.
 
     The caches of NVFP4 hold codes, (pages, kv_heads, page_size, dim / 2), and k_scales and v_scales E4M3 scales,
     (pages, kv_heads, page_size, dim / 16), of which a multiplier is the outer scale: at least 2^-80.
@@ -59,10 +59,9 @@ def _with_pages(spec: KernelSpec, heads: Heads, pages: str, target: Target) -> K
     bad = [size for size in (heads.head_dim, heads.value_dim) if pages == "nvfp4" and size % BLOCK_ELEMENTS]
     if bad:
         raise ValueError(f"rows of NVFP4 pages must have a multiple of {BLOCK_ELEMENTS} elements, got {bad}")
-    multipliers = (pointer("k_scale", "fp32"), pointer("v_scale", "fp32"))
     scales = (pointer("k_scales", "fp8"), pointer("v_scales", "fp8")) if pages == "nvfp4" else ()
     caches = {
-        "k_cache": (*multipliers, pointer("k_cache", PAGE_DTYPES[pages])),
+        "k_cache": (pointer("multipliers", "fp32"), pointer("k_cache", PAGE_DTYPES[pages])),
         "v_cache": (pointer("v_cache", PAGE_DTYPES[pages]), *scales),
     }
     args: list[Arg] = []
@@ -83,11 +82,11 @@ def _reformed(spec: KernelSpec, pages: str, values: dict[str, Param]) -> KernelS
 
 
 def latent_write_quantize_spec(rank: int, rope_dim: int, dtype: str) -> KernelSpec:
-    """latent_write to FP8: both parts divided by one multiplier, the argument kv_scale, (1,) fp32."""
+    """latent_write to FP8: both parts divided by one multiplier, the argument multiplier, (1,) fp32."""
     width = rank + rope_dim
     plain = latent_write_spec(rank, rope_dim, dtype)
     latent, k_rope, _, slots = plain.args
-    args = (latent, k_rope, pointer("kv_scale", "fp32"), pointer("cache", "fp8"), slots)
+    args = (latent, k_rope, pointer("multiplier", "fp32"), pointer("cache", "fp8"), slots)
     spec = replace(plain, args=args, bytes=f"T * {width * (ITEM_BYTES[dtype] + 1) + 8}")
     return _reformed(spec, "fp8", {"pages": "fp8"})
 

@@ -1,10 +1,12 @@
 """Selection rows of the cpp family for latent attention; rows_cpp has all others."""
 
+from collections.abc import Callable
+
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
 from octavo.codegen.mla_nodes import read_head_product, read_latents
-from octavo.codegen.row import Row, static_size, tensor, token_count
+from octavo.codegen.row import Row, arguments, static_size, tensor, token_count
 from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.program import ITEM_BYTES
@@ -43,7 +45,8 @@ def latent_write(node: fx.Node, target: Target) -> KernelSpec:
         ),
         args=(
             _pointer("latent", dtype), _pointer("k_rope", dtype), _pointer("cache", cache_dtype),
-            _pointer("slot_mapping", "i64"), _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
+            _pointer("slot_mapping", "i64"), *_multiplier(cache_dtype),
+            _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
         ),
         bytes=f"T * {(rank + rope_dim) * (ITEM_BYTES[dtype] + ITEM_BYTES[cache_dtype]) + 8}",
         label=f"{dtype}_{cache_dtype}_r{rank}_{rope_dim}",
@@ -66,7 +69,8 @@ def paged_mla_attention(node: fx.Node, target: Target) -> KernelSpec:
             _pointer("q_latent", latents.dtype), _pointer("q_rope", latents.dtype),
             _pointer("cache", latents.cache_dtype),
             *(_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")),
-            _pointer("out", latents.dtype), *(_scalar(name, name) for name in ("T", "R", "P", "num_pages")),
+            *_multiplier(latents.cache_dtype), _pointer("out", latents.dtype),
+            *(_scalar(name, name) for name in ("T", "R", "P", "num_pages")),
         ),
         bytes=latents.bytes,
         flops=f"S * {latents.flops_of_key}",
@@ -74,13 +78,28 @@ def paged_mla_attention(node: fx.Node, target: Target) -> KernelSpec:
     )  # fmt: skip
 
 
+def latent_dtypes(names: str) -> Callable[[fx.Node, Target], str | None]:
+    """Takes pages of E4M3 with a multiplier, or floats without."""
+
+    def reject(node: fx.Node, target: Target) -> str | None:
+        if arguments(node)["multiplier"] is None:
+            return floats(names, "cache")(node, target)
+        if (dtype := dtype_name(tensor(node, "cache"))) != "fp8":
+            return f"expected pages of fp8 beside a multiplier, got {dtype}"
+        return floats(names)(node, target)
+
+    return reject
+
+
 ROWS: tuple[Row, ...] = (
     Row("head_linear", "head_linear", floats("x weight"), head_linear),
-    Row("latent_write", "latent_write", floats("latent k_rope", "cache"), latent_write),
-    Row(
-        "paged_mla_attention", "paged_mla_attention", floats("q_latent q_rope", "cache"), paged_mla_attention
-    ),
+    Row("latent_write", "latent_write", latent_dtypes("latent k_rope"), latent_write),
+    Row("paged_mla_attention", "paged_mla_attention", latent_dtypes("q_latent q_rope"), paged_mla_attention),
 )
+
+
+def _multiplier(cache_dtype: str) -> tuple[Arg, ...]:
+    return (_pointer("multiplier", "fp32"),) if cache_dtype == "fp8" else ()
 
 
 def _pointer(name: str, dtype: str) -> Arg:

@@ -228,7 +228,7 @@ def _tensors(latents: Latents, rows: int, block_n: int) -> tuple[Arg, ...]:
         maps = tuple(tiles("q", "fp8", all_rows, (rows, width)) for width in widths)
         queries = (*maps, pointer("q_scale", "fp32"))
     lists = pointer("page_table", "i32"), pointer("seq_lens", "i32")
-    return (*queries, *pages, pointer("cache_scale", "fp32"), *lists)
+    return (*queries, *pages, pointer("multiplier", "fp32"), *lists)
 
 
 def _fp8_corner(name: str, latents: Latents) -> Corner:

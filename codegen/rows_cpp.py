@@ -90,72 +90,6 @@ def rope(node: fx.Node, target: Target) -> KernelSpec:
     )  # fmt: skip
 
 
-def kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, cache_dtype = _dtype(node, "k"), _dtype(node, "k_cache")
-    cache = _cache_sizes(node)
-    args = (
-        _pointer("k", dtype), _pointer("v", dtype), _pointer("k_cache", cache_dtype),
-        _pointer("v_cache", cache_dtype), _pointer("slot_mapping", "i64"), _scalar("num_tokens", "T"),
-        _scalar("num_pages", "num_pages"),
-    )  # fmt: skip
-    width = cache["KV_HEADS"] * (cache["HEAD_DIM"] + cache["VALUE_DIM"])
-    return _spec(
-        "kv_write", args, f"{dtype}_{cache_dtype}_h{cache['KV_HEADS']}",
-        dict(dtype=dtype, cache_dtype=cache_dtype, **cache),
-        bytes=f"T * {width * (ITEM_BYTES[dtype] + ITEM_BYTES[cache_dtype]) + 8}",
-    )  # fmt: skip
-
-
-def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, table_dtype, cache_dtype = (_dtype(node, name) for name in ("qkv", "cos_table", "k_cache"))
-    cache, heads = _cache_sizes(node), arguments(node)["num_heads"]
-    positions, rotary_dim = _sizes(node, "cos_table", 0, 1)
-    args = (
-        _pointer("qkv", dtype), _pointer("cos_table", table_dtype), _pointer("sin_table", table_dtype),
-        _pointer("positions", "i64"), _pointer("slot_mapping", "i64"), _pointer("k_cache", cache_dtype),
-        _pointer("v_cache", cache_dtype), _pointer("out", dtype), _scalar("num_tokens", "T"),
-        _scalar("num_pages", "num_pages"),
-    )  # fmt: skip
-    values = dict(
-        dtype=dtype, table_dtype=table_dtype, cache_dtype=cache_dtype, interleaved=_interleaved(node)
-    )
-    q_width = heads * cache["HEAD_DIM"]
-    kv_width = cache["KV_HEADS"] * (cache["HEAD_DIM"] + cache["VALUE_DIM"])
-    moved = (2 * q_width + kv_width) * ITEM_BYTES[dtype] + kv_width * ITEM_BYTES[cache_dtype]
-    return _spec(
-        "rope_kv_write", args, f"{dtype}_{cache_dtype}_h{heads}_{cache['KV_HEADS']}_d{cache['HEAD_DIM']}",
-        values | dict(HEADS=heads, ROTARY_DIM=rotary_dim, POSITIONS=positions, **cache),
-        bytes=f"T * {moved + 2 * rotary_dim * ITEM_BYTES[table_dtype] + 16}",
-        flops=f"T * {3 * (heads + cache['KV_HEADS']) * rotary_dim}",
-    )  # fmt: skip
-
-
-def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, cache_dtype, cache = _dtype(node, "q"), _dtype(node, "k_cache"), _cache_sizes(node)
-    given = arguments(node)
-    heads = static_size(node, "q", 2)
-    args = [_pointer("q", dtype), _pointer("k_cache", cache_dtype), _pointer("v_cache", cache_dtype)]
-    args += [_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")]
-    values: dict[str, Param] = dict(dtype=dtype, cache_dtype=cache_dtype, sinks=given["sinks"] is not None)
-    values["slopes"] = given["slopes"] is not None
-    for name, key in (("sinks", "sink_dtype"), ("slopes", "slope_dtype")):
-        if given[name] is not None:
-            args.append(_pointer(name, _dtype(node, name)))
-            values[key] = _dtype(node, name)
-    args += [_pointer("out", dtype), *(_scalar(name, name) for name in ("T", "R", "P", "num_pages"))]
-    group = heads // cache["KV_HEADS"]
-    values |= dict(HEADS=heads, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])
-    values |= dict(SCALE=float(given["scale"]), SOFTCAP=float(given["softcap"]), **cache)
-    width = cache["HEAD_DIM"] + cache["VALUE_DIM"]
-    label = f"{dtype}_{cache_dtype}_h{heads}_{cache['KV_HEADS']}_d{cache['HEAD_DIM']}"
-    key_bytes = cache["KV_HEADS"] * width * ITEM_BYTES[cache_dtype]
-    return _spec(
-        "paged_attention", tuple(args), label, values,
-        bytes=f"T * {heads * width * ITEM_BYTES[dtype]} + S * {key_bytes}",
-        flops=f"S * {2 * heads * width}",
-    )  # fmt: skip
-
-
 def act_mul(node: fx.Node, target: Target) -> KernelSpec:
     dtype, width = _dtype(node, "gate_up"), static_size(node, "gate_up", -1) // 2
     activation = arguments(node)["activation"]
@@ -255,27 +189,12 @@ def unknown_activation(node: fx.Node, target: Target) -> str | None:
     return floats("gate_up")(node, target)
 
 
-def uneven_heads(node: fx.Node, target: Target) -> str | None:
-    heads, kv_heads = static_size(node, "q", 2), static_size(node, "k_cache", 1)
-    if heads % kv_heads:
-        return f"heads must be a multiple of kv heads, got {heads} and {kv_heads}"
-    return floats("q", "k_cache v_cache", "sinks")(node, target)
-
-
 ROWS: tuple[Row, ...] = (
     Row("embedding", "embedding", floats("weight"), embedding),
     Row("rms_norm", "rms_norm", floats("x", "weight"), rms_norm),
     Row("add_rms_norm", "add_rms_norm", floats("x residual", "weight"), add_rms_norm),
     Row("linear", "linear", floats("x weight bias"), linear),
     Row("rope", "rope", floats("x", "cos sin"), rope),
-    Row("kv_write", "kv_write", floats("k v", "k_cache v_cache"), kv_write),
-    Row(
-        "rope_kv_write",
-        "rope_kv_write",
-        floats("qkv", "cos_table sin_table", "k_cache v_cache"),
-        rope_kv_write,
-    ),
-    Row("paged_attention", "paged_attention", uneven_heads, paged_attention),
     Row("act_mul", "act_mul", unknown_activation, act_mul),
     Row("gather_logits", "gather_logits", floats("hidden"), gather_logits),
     Row("add", "add", floats("x y"), add),
@@ -309,13 +228,6 @@ def _dtype(node: fx.Node, name: str) -> str:
 
 def _sizes(node: fx.Node, name: str, *axes: int) -> tuple[int, ...]:
     return tuple(static_size(node, name, axis) for axis in axes)
-
-
-def _cache_sizes(node: fx.Node) -> dict[str, int]:
-    kv_heads, page_size, head_dim = _sizes(node, "k_cache", 1, 2, 3)
-    return dict(
-        KV_HEADS=kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim, VALUE_DIM=static_size(node, "v_cache", 3)
-    )
 
 
 def _norm(node: fx.Node) -> dict[str, Param]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tma_spec, tma_refusal
 from octavo.codegen.moe_rows_triton import ROWS as MOE_ROWS
@@ -19,15 +18,12 @@ from octavo.codegen.row import (
     token_count,
 )
 from octavo.codegen.specs_triton import (
-    Heads,
     act_mul_spec,
     add_spec,
     gather_rows_spec,
-    kv_write_spec,
     layer_norm_spec,
     pointwise_spec,
     rms_norm_spec,
-    rope_kv_write_spec,
     rope_spec,
 )
 from octavo.compiler.dims import dtype_name
@@ -37,8 +33,6 @@ from octavo.compiler.target import Target
 
 # The widest row that a program holds at once: 32 elements a thread of 16 warps.
 MAX_ROW = 16384
-# Rows of a prefill tile, which must hold at least one token's query heads of a kv head.
-MAX_GROUP = 128
 
 Reject = Callable[[fx.Node, Target], str | None]
 
@@ -57,12 +51,6 @@ def wider_than_a_program(name: str) -> Reject:
 
 def dtype_of(node: fx.Node, name: str) -> str:
     return dtype_name(tensor(node, name))
-
-
-def heads_of(node: fx.Node, num_heads: int) -> Heads:
-    """Shapes of an op that has k_cache and v_cache arguments."""
-    sizes = [static_size(node, "k_cache", axis) for axis in (1, 3, 2)]
-    return Heads(num_heads, sizes[0], sizes[1], static_size(node, "v_cache", 3), sizes[2])
 
 
 def embedding(node: fx.Node, target: Target) -> KernelSpec:
@@ -119,42 +107,10 @@ def rope(node: fx.Node, target: Target) -> KernelSpec:
     return rope_spec(token_count(node), num_heads, head_dim, rotary_dim, dtype_of(node, "x"), is_interleaved)
 
 
-def kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    # the op has no result to count the rows of; every token of the step is written
-    return kv_write_spec("T", heads_of(node, static_size(node, "k", 2)), dtype_of(node, "k"))
-
-
-def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    given = arguments(node)
-    heads, rotary_dim = heads_of(node, given["num_heads"]), static_size(node, "cos_table", 1)
-    return rope_kv_write_spec(
-        token_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"]
-    )
-
-
 def product(node: fx.Node) -> Product:
     n, k = static_size(node, "weight", 0), static_size(node, "weight", 1)
     has_bias = arguments(node)["bias"] is not None
     return Product(row_count(node), n, k, dtype_of(node, "weight"), result_dtype(node), has_bias)
-
-
-def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
-    given = arguments(node)
-    attention = Attention(
-        heads=heads_of(node, static_size(node, "q", 2)),
-        dtype=dtype_of(node, "q"),
-        scale=given["scale"],
-        window=given["window"],
-        softcap=given["softcap"],
-        sinks=given["sinks"] is not None,
-        slopes=given["slopes"] is not None,
-    )
-    return attention_spec(attention, target)
-
-
-def group_too_large(node: fx.Node, target: Target) -> str | None:
-    group = static_size(node, "q", 2) // static_size(node, "k_cache", 1)
-    return f"at most {MAX_GROUP} query heads may share a kv head, got {group}" if group > MAX_GROUP else None
 
 
 ROWS: tuple[Row, ...] = (
@@ -171,9 +127,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("linear_pointer", "linear", always, lambda node, target: linear_pointer_spec(product(node))),
     Row("rope", "rope", always, rope),
-    Row("kv_write", "kv_write", always, kv_write),
-    Row("rope_kv_write", "rope_kv_write", always, rope_kv_write),
-    Row("paged_attention", "paged_attention", group_too_large, paged_attention),
     Row("act_mul", "act_mul", always, act_mul),
     Row("layer_norm", "layer_norm", wider_than_a_program("x"), layer_norm),
     Row("pointwise", "pointwise", always, pointwise),

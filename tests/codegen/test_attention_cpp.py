@@ -1,12 +1,17 @@
-"""The C++ paged attention: against the reference in fp64, with poison wherever nobody may read."""
+"""The C++ paged attention: against the reference in fp64, with poison wherever nobody may read.
+
+Of quantised pages, against the reference over what their bytes stand for, decoded by ml_dtypes.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
 from lowered import LoweredGraph
+from pages import decode, encode, multiplier_of
 from torch import Tensor
 
 from octavo.codegen.kernel import KernelSpec
@@ -28,6 +33,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     slopes: bool = False
+    pages: str = ""
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -35,15 +41,30 @@ class Case:
         graph.input("input_ids")
         names = ("page_table", "seq_lens", "cu_seqlens_q")
         page_table, seq_lens, cu_seqlens_q = (graph.input(name) for name in names)
-        k_cache = graph.cache("k_cache_0", self.kv_heads, self.page_size, self.head_dim, self.cache_dtype)
-        v_cache = graph.cache("v_cache_0", self.kv_heads, self.page_size, self.value_dim, self.cache_dtype)
+        dtype = {"": self.cache_dtype, "fp8": torch.float8_e4m3fn, "nvfp4": torch.uint8}[self.pages]
+        pack = 2 if self.pages == "nvfp4" else 1
+        sizes = {"k": self.head_dim, "v": self.value_dim}
+        k_cache, v_cache = (
+            graph.cache(f"{kind}_cache_0", self.kv_heads, self.page_size, size // pack, dtype)
+            for kind, size in sizes.items()
+        )
+        extra: dict[str, Any] = {}
+        if self.pages == "nvfp4":
+            extra = {
+                f"{kind}_scales": graph.cache(
+                    f"{kind}_scales_0", self.kv_heads, self.page_size, size // 16, torch.float8_e4m3fn
+                )
+                for kind, size in sizes.items()
+            }
+        if self.pages:
+            extra["multipliers"] = graph.weight("multipliers", torch.ones(2))
         q = graph.tokens("q", (self.heads, self.head_dim), self.dtype)
         sinks = graph.weight("sinks", torch.zeros(self.heads)) if self.sinks else None
         slopes = graph.weight("slopes", torch.zeros(self.heads)) if self.slopes else None
         return cpp_spec(
             graph.call(
                 "paged_attention", q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, sinks,
-                self.head_dim**-0.5, self.window, self.softcap, slopes,
+                self.head_dim**-0.5, self.window, self.softcap, slopes, **extra,
             )
         )  # fmt: skip
 
@@ -69,7 +90,15 @@ CASES = {
     "everything": Case(
         heads=6, kv_heads=2, window=9, softcap=3.0, sinks=True, slopes=True, dtype=BF16, cache_dtype=BF16
     ),
-}
+    "fp8": Case(pages="fp8"),
+    "fp8_odd_dims": Case(heads=2, kv_heads=1, head_dim=7, value_dim=13, dtype=BF16, pages="fp8"),
+    "nvfp4": Case(pages="nvfp4"),
+    "nvfp4_wide": Case(heads=2, kv_heads=1, head_dim=272, value_dim=144, pages="nvfp4"),
+    "nvfp4_everything": Case(
+        heads=6, kv_heads=2, head_dim=48, value_dim=16, window=9, softcap=3.0, sinks=True, slopes=True, dtype=BF16,
+        pages="nvfp4",
+    ),
+}  # fmt: skip
 # Per request: new tokens, whole context.
 STEPS = {
     "one_token": [(1, 1)],
@@ -86,7 +115,10 @@ def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
 
 @dataclass
 class Inputs:
-    """The tensors of a step: pages in shuffled order, poison in every row that no request owns."""
+    """The tensors of a step: pages in shuffled order, poison in every row that no request owns.
+
+    extra  of quantised pages: scales of NVFP4, then the multipliers
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -96,12 +128,21 @@ class Inputs:
     cu_seqlens_q: Tensor
     sinks: Tensor | None
     slopes: Tensor | None
+    extra: tuple[Tensor, ...] = ()
 
     @property
     def reference(self) -> tuple[Tensor | None, ...]:
-        """As the op takes them, floats in fp64."""
-        wide = [self.q[None].double(), self.k_cache.double(), self.v_cache.double()]
-        return (*wide, self.page_table, self.seq_lens, self.cu_seqlens_q, self.sinks)
+        """As the op takes them over pages in fp64."""
+        caches = [self.k_cache.double(), self.v_cache.double()]
+        if self.extra:
+            *scales, multipliers = self.extra
+            pairs = zip(
+                (self.k_cache, self.v_cache), scales or (None, None), multipliers.tolist(), strict=True
+            )
+            caches = [decode(*pair) for pair in pairs]
+        return (
+            self.q[None].double(), *caches, self.page_table, self.seq_lens, self.cu_seqlens_q, self.sinks,
+        )  # fmt: skip
 
 
 def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
@@ -125,11 +166,22 @@ def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
             v_cache[page, :, row] = torch.randn(case.kv_heads, case.value_dim)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0))).int()
     q = torch.randn(int(new.sum()), case.heads, case.head_dim).to(case.dtype)
+    caches, extra = _as_pages(case, k_cache, v_cache)
     return Inputs(
-        guarded(q), k_cache.to(case.cache_dtype), v_cache.to(case.cache_dtype), table, lengths.int(), starts,
+        guarded(q), *caches, table, lengths.int(), starts,
         torch.randn(case.heads) if case.sinks else None,
-        torch.rand(case.heads) if case.slopes else None,
+        torch.rand(case.heads) if case.slopes else None, extra,
     )  # fmt: skip
+
+
+def _as_pages(case: Case, *rows: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Caches in the case's format, and what comes with them."""
+    if not case.pages:
+        return [one.to(case.cache_dtype) for one in rows], ()
+    multipliers = [multiplier_of(one, case.pages) for one in rows]
+    parts = [encode(one, case.pages, m) for one, m in zip(rows, multipliers, strict=True)]
+    scales = [scale for _, scale in parts if scale is not None]
+    return [codes for codes, _ in parts], (*scales, torch.tensor(multipliers))
 
 
 def run(kernels: KernelLibrary, case: Case, inputs: Inputs, num_threads: int = 2) -> tuple[int, Tensor]:
@@ -141,7 +193,7 @@ def run(kernels: KernelLibrary, case: Case, inputs: Inputs, num_threads: int = 2
         inputs.seq_lens,
         inputs.cu_seqlens_q,
     ]
-    tensors += [extra for extra in (inputs.sinks, inputs.slopes) if extra is not None]
+    tensors += [extra for extra in (inputs.sinks, inputs.slopes, *inputs.extra) if extra is not None]
     out = guarded(torch.zeros(inputs.q.shape[0], case.heads, case.value_dim, dtype=case.dtype))
     sizes = [inputs.q.shape[0], *inputs.page_table.shape, inputs.k_cache.shape[0]]
     return kernels(case.spec, [*tensors, out], sizes, num_threads), out
@@ -161,7 +213,17 @@ def test_matches_fp64(kernels: KernelLibrary, case: Case, requests: list[tuple[i
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm", "smollm_bf16", "one_kv_head", "odd_dims_bf16", "window", "everything"]
+    "name",
+    [
+        "smollm",
+        "smollm_bf16",
+        "one_kv_head",
+        "odd_dims_bf16",
+        "window",
+        "everything",
+        "fp8",
+        "nvfp4_everything",
+    ],
 )
 def test_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name: str) -> None:
     case = CASES[name]
@@ -173,7 +235,7 @@ def test_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name:
         alone = Inputs(
             inputs.q[token : token + 1].clone(), inputs.k_cache, inputs.v_cache, inputs.page_table[:1],
             torch.tensor([token + 1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32),
-            inputs.sinks, inputs.slopes,
+            inputs.sinks, inputs.slopes, inputs.extra,
         )  # fmt: skip
         assert torch.equal(run(kernels, case, alone)[1][0], together[token])
 
@@ -197,13 +259,14 @@ def test_page_size_does_not_change_a_bit(kernels: KernelLibrary) -> None:
     assert torch.equal(*results)
 
 
-def test_later_tokens_never_reach_earlier_ones(kernels: KernelLibrary) -> None:
-    case = CASES["smollm"]
+@pytest.mark.parametrize("name", ["smollm", "fp8", "nvfp4"])
+def test_later_tokens_never_reach_earlier_ones(kernels: KernelLibrary, name: str) -> None:
+    case = CASES[name]
     inputs = make_inputs(case, [(129, 129)])
     _, clean = run(kernels, case, inputs)
     page, row = inputs.page_table[0, 100 // case.page_size], 100 % case.page_size
-    inputs.k_cache[page, :, row] = float("nan")
-    inputs.v_cache[page, :, row] = float("nan")
+    for cache in (inputs.k_cache, inputs.v_cache) if case.pages != "nvfp4" else inputs.extra[:2]:
+        cache[page, :, row] = float("nan")
     _, poisoned = run(kernels, case, inputs)
     assert torch.equal(poisoned[:100], clean[:100])
     assert poisoned[100:].isnan().all()

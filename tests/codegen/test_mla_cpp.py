@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.errors import CodegenError
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+MULTIPLIER = torch.tensor([0.0093])  # of pages of E4M3
 octavo = torch.ops.octavo
 
 
@@ -37,9 +38,9 @@ class Case:
         queries = [graph.tokens(name, (self.heads, width), self.dtype) for name, width in widths.items()]
         cache = graph.cache("k_cache_0", 1, self.page_size, self.rank + self.rope_dim, self.cache_dtype)
         step = [graph.input(name) for name in ("page_table", "seq_lens", "cu_seqlens_q")]
-        return cpp_spec(
-            graph.call("paged_mla_attention", *queries, cache, *step, 0.2, self.window, self.softcap)
-        )
+        extra = {"multiplier": graph.weight("multiplier", MULTIPLIER)} if self.cache_dtype is E4M3 else {}
+        options = (0.2, self.window, self.softcap)
+        return cpp_spec(graph.call("paged_mla_attention", *queries, cache, *step, *options, **extra))
 
     @cached_property
     def write(self) -> KernelSpec:
@@ -65,6 +66,8 @@ CASES = {
     "window": Case(window=5),
     "softcap": Case(softcap=2.0),
     "both": Case(heads=6, window=9, softcap=3.0, dtype=BF16, cache_dtype=BF16),
+    "fp8": Case(rank=48, cache_dtype=E4M3),
+    "fp8_odd_sizes": Case(heads=6, rank=37, rope_dim=5, window=9, softcap=3.0, dtype=BF16, cache_dtype=E4M3),
 }
 # Per request: new tokens, whole context.
 STEPS = {
@@ -90,7 +93,8 @@ PRODUCTS = {
 
 @pytest.fixture(scope="module", params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
-    specs = [spec for case in CASES.values() for spec in (case.attention, case.write)]
+    specs = [case.attention for case in CASES.values()]
+    specs += [case.write for case in CASES.values() if case.cache_dtype is not E4M3]
     return KernelLibrary([*specs, *PRODUCTS.values()], request.param)
 
 
@@ -125,13 +129,16 @@ def make_step(case: Case, requests: list[tuple[int, int]]) -> Step:
         guarded(torch.randn(int(new.sum()), case.heads, width).to(case.dtype))
         for width in (case.rank, case.rope_dim)
     )
+    if case.cache_dtype is E4M3:
+        cache = cache / MULTIPLIER
     return Step(q_latent, q_rope, cache.to(case.cache_dtype), table, lengths.int(), starts)
 
 
 def run(kernels: KernelLibrary, case: Case, step: Step, num_threads: int = 2) -> tuple[int, Tensor]:
     out = guarded(torch.zeros_like(step.q_latent))
     sizes = [step.q_latent.shape[0], *step.page_table.shape, step.cache.shape[0]]
-    return kernels(case.attention, [*vars(step).values(), out], sizes, num_threads), out
+    extra = [MULTIPLIER] if case.cache_dtype is E4M3 else []
+    return kernels(case.attention, [*vars(step).values(), *extra, out], sizes, num_threads), out
 
 
 @pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
@@ -140,14 +147,17 @@ def test_attention_matches_fp64(kernels: KernelLibrary, case: Case, requests: li
     step = make_step(case, requests)
     code, out = run(kernels, case, step)
     assert code == 0
-    wide = (step.q_latent[None].double(), step.q_rope[None].double(), step.cache.double())
+    cache = step.cache.double() * (MULTIPLIER.double() if case.cache_dtype is E4M3 else 1.0)
+    wide = (step.q_latent[None].double(), step.q_rope[None].double(), cache)
     table = (step.page_table, step.seq_lens, step.cu_seqlens_q)
     expected = octavo.paged_mla_attention(*wide, *table, 0.2, case.window, case.softcap)[0]
     # Scores up to some 30 carry an error of some 1e-5 into the weights, which sum to 1; values are below 5.
     assert ((out.double() - expected).abs() <= 1e-4 + expected.abs() * rounding(case.dtype)).all()
 
 
-@pytest.mark.parametrize("name", ["tiny", "bf16", "several_groups_of_heads", "window", "both"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "bf16", "several_groups_of_heads", "window", "both", "fp8_odd_sizes"]
+)
 def test_a_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, name: str) -> None:
     case = CASES[name]
     step = make_step(case, [(70, 70), (9, 133)])

@@ -100,7 +100,7 @@ def step(
     q = (2 * torch.randn(tokens, heads.num_heads, heads.head_dim, generator=generator)).to(torch.bfloat16)
     tensors = {
         "q": q, "k_cache": keys[0], "v_cache": values[0], "k_scales": keys[-1], "v_scales": values[-1],
-        "k_scale": multiplier, "v_scale": value_multiplier, "page_table": table, "cu_seqlens_q": starts,
+        "multipliers": torch.cat((multiplier, value_multiplier)), "page_table": table, "cu_seqlens_q": starts,
         "seq_lens": torch.tensor([context for _, context in lengths], dtype=torch.int32), "tree": tree,
         "sinks": torch.randn(heads.num_heads, generator=generator).to(torch.bfloat16),
         "slopes": 0.5 ** (1.0 + torch.arange(heads.num_heads)),

@@ -160,7 +160,7 @@ def run_fp8(
     out = torch.full((tokens, latents.heads, latents.rank), float("nan"), dtype=dtype)
     tensors = {
         "q_latent": q[..., : latents.rank].contiguous(), "q_rope": q[..., latents.rank :].contiguous(), "cache": codes,
-        "cache_scale": torch.tensor([cache_scale]), "page_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts,
+        "multiplier": torch.tensor([cache_scale]), "page_table": table, "seq_lens": seq_lens, "cu_seqlens_q": starts,
         "out": out,
     }  # fmt: skip
     spec = mla_fp8_spec(latents, target)

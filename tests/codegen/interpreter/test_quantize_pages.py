@@ -36,7 +36,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def pages_of(heads: Heads, pages: str) -> dict[str, Tensor]:
     """Poisoned caches by argument name, and the multipliers."""
-    held = {f"{name}_scale": torch.tensor([value]) for name, value in MULTIPLIERS.items()}
+    held = {"multipliers": torch.tensor(list(MULTIPLIERS.values()))}
     for name, size in (("k", heads.head_dim), ("v", heads.value_dim)):
         shape = [NUM_PAGES, heads.num_kv_heads, PAGE_SIZE]
         if pages == "nvfp4":
@@ -131,7 +131,7 @@ def test_latents(launch: Launch, rank: int, rope_dim: int, dtype: str) -> None:
     tensors = {
         "latent": latent,
         "k_rope": k_rope,
-        "kv_scale": multiplier,
+        "multiplier": multiplier,
         "cache": cache,
         "slot_mapping": SLOTS,
     }
