@@ -56,9 +56,13 @@ class Mixture:
     @property
     def bytes(self) -> str:
         """Tokens in and out, and once the weights of as many experts as the tokens can reach."""
-        item = ITEM_BYTES[self.dtype]
-        token = (self.hidden + self.out) * item + 12 * self.top_k
-        return f"({self.count}) * {token} + ({self.reached}) * {self.expert_elements * item}"
+        weights = self.expert_elements * ITEM_BYTES[self.dtype]
+        return f"({self.count}) * {self.token_bytes} + ({self.reached}) * {weights}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in and out, with its experts and their weights."""
+        return (self.hidden + self.out) * ITEM_BYTES[self.dtype] + 12 * self.top_k
 
     @property
     def reached(self) -> str:

@@ -69,13 +69,20 @@ def router_refusal(node: fx.Node, target: Target) -> str | None:
 
 def moe_refusal(node: fx.Node, target: Target) -> str | None:
     """Activations that there are not, and weights that do not fit together."""
-    activation, known = arguments(node)["activation"], (*ACTIVATIONS, "swiglu_oai")
-    if activation not in known:
-        return f"activation must be one of {', '.join(known)}, got {activation!r}"
+    reason = activation_refusal(node)
+    if reason:
+        return reason
     experts, intermediate = static_size(node, "down", 0), static_size(node, "down", 2)
     expected = (experts, 2 * intermediate, static_size(node, "x", -1))
     shape = tuple(static_size(node, "gate_up", axis) for axis in range(3))
     return None if shape == expected else f"gate_up must be {expected} as down and x say, got {shape}"
+
+
+def activation_refusal(node: fx.Node) -> str | None:
+    activation, known = arguments(node)["activation"], (*ACTIVATIONS, "swiglu_oai")
+    return (
+        None if activation in known else f"activation must be one of {', '.join(known)}, got {activation!r}"
+    )
 
 
 def _dtype_if_any(node: fx.Node, name: str) -> str:

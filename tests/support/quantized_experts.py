@@ -139,9 +139,9 @@ def expected(made: Stack, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor
 
 
 def tokens_of(layer: Layer, count: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, experts and weights; the last expert has no token, the first row is zero."""
+    """x, experts and weights; the last expert has no token, the first row of several is zero."""
     generator = torch.Generator().manual_seed(seed + count)
     x = torch.randn(count, layer.hidden, generator=generator)
-    x[0] *= count > 1
+    x[0] *= count == 1
     experts = torch.randint(0, layer.experts - 1, (count, layer.top_k), generator=generator)
     return x.to(dtype), experts, torch.rand(count, layer.top_k, generator=generator)
