@@ -28,7 +28,7 @@ from octavo.compiler.target import Target
 
 Progress = Callable[[str, int, int], None]
 
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 NUM_WORKERS = 2
 TIMEOUT_S = 300.0
 _SCALAR_TYPES = ("i32", "i64", "fp32")

@@ -17,7 +17,7 @@ class Product:
     """y[rows, n] = alpha * row_scale[rows] * x[rows, k] @ w[n, k].T + bias; rows is a size of the step, "T" or "L".
 
     dtype      of x and w: "bf16", "fp32", or "fp8"
-    bias       whether there is one, in dtype; beside fp8 in bf16
+    bias       whether there is one, in dtype; beside fp8 in bias_dtype
     alpha      scale of the weights, "scalar" or "column" (n,), times that of x if it has one; "" for none
     row_scale  whether every row of x has a scale
     """
@@ -30,6 +30,7 @@ class Product:
     bias: bool
     alpha: str = ""
     row_scale: bool = False
+    bias_dtype: str = "bf16"
 
     def kernel(self, template: str, numbers: dict[str, int], args: tuple[Arg, ...]) -> KernelSpec:
         """What the kernels of a product share; tile numbers and arguments are theirs."""
@@ -52,7 +53,7 @@ class Product:
     @property
     def epilogue_args(self) -> tuple[Arg, ...]:
         present = {"alpha": bool(self.alpha), "row_scale": self.row_scale, "bias": self.bias}
-        dtypes = {"bias": "bf16" if self.dtype == "fp8" else self.dtype}
+        dtypes = {"bias": self.bias_dtype if self.dtype == "fp8" else self.dtype}
         return tuple(pointer(name, dtypes.get(name, "fp32")) for name, there in present.items() if there)
 
 

@@ -67,7 +67,9 @@ def _launch_record(metadata: Any, names: list[str], types: list[str]) -> dict[st
     descriptors = iter(metadata.tensordesc_meta or ())
     for name, kind in zip(names, types, strict=True):
         if kind.startswith("tensordesc"):
-            parameters.append({"name": name, "kind": "descriptor", **_tensor_map(next(descriptors))})
+            parameters.append(
+                {"name": name, "kind": "descriptor", "type": kind, **_tensor_map(next(descriptors))}
+            )
         elif kind.startswith("*"):
             parameters.append({"name": name, "kind": "pointer", "type": kind})
         else:

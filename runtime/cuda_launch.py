@@ -30,7 +30,8 @@ Dim = int | str
 class Parameter:
     """One argument of a kernel, in call order.
 
-    kind   "pointer", "scalar" (of `type`) or "descriptor", a tensor map over a row-major tensor of `shape`
+    kind   "pointer", "scalar" or "descriptor", a tensor map over a row-major tensor of `shape`
+    type   as Triton writes it: "*bf16", "i32", "tensordesc<u8[128, 64]>"
     shape  expressions in the step's sizes; the other fields of a descriptor are those of cuTensorMapEncodeTiled
     """
 

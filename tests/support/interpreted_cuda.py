@@ -21,7 +21,8 @@ POINTERS = {
     "*fp32": torch.float32, "*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp8e4nv": torch.float8_e4m3fn,
     "*u8": torch.uint8, "*i32": torch.int32, "*i64": torch.int64,
 }  # fmt: skip
-MAPPED = {0: torch.uint8, 6: torch.float16, 7: torch.float32, 9: torch.bfloat16}  # CUtensorMapDataType
+# CUtensorMapDataType of the elements, of which it has none for E4M3
+MAPPED = {"u8": 0, "fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 SCALARS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 
@@ -71,7 +72,7 @@ class InterpretingDriver(RecordingDriver):
                 rank = len(mapped.shape)
                 shape = [struct.unpack("i", packed.pop(0))[0] for _ in range(rank)]
                 strides = [struct.unpack("q", packed.pop(0))[0] for _ in range(rank)]
-                tensor = self._mapped(mapped)
+                tensor = self._mapped(mapped, parameter["type"])
                 assert (shape, strides) == (list(tensor.shape), list(tensor.stride()))
                 arguments.append(TensorDescriptor.from_tensor(tensor, parameter["block"]))
                 used.append(span(tensor))
@@ -84,8 +85,10 @@ class InterpretingDriver(RecordingDriver):
         whole = memory[: memory.nbytes // dtype.itemsize * dtype.itemsize]
         return torch.from_numpy(whole).view(dtype)
 
-    def _mapped(self, mapped: TensorMap) -> torch.Tensor:
-        dtype = MAPPED[mapped.dtype]
+    def _mapped(self, mapped: TensorMap, kind: str) -> torch.Tensor:
+        element = kind.removeprefix("tensordesc<").partition("[")[0]
+        assert mapped.dtype == MAPPED[element]
+        dtype = POINTERS[f"*{element}"]
         strides = [stride // dtype.itemsize for stride in (*mapped.strides[::-1], dtype.itemsize)]
         shape = mapped.shape[::-1]
         size = shape[0] * strides[0] * dtype.itemsize
