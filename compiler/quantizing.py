@@ -10,9 +10,13 @@ from octavo.compiler.observed import Observed
 from octavo.compiler.options import QuantConfig
 from octavo.compiler.pipeline import Progress, Step, apply_step
 from octavo.compiler.precision import PrecisionPlan, WeightQuantizer
+from octavo.compiler.verify import Evidence, prove_report
+from octavo.compiler.verify_quantized import prove_quantized
 from octavo.passes.assign_precision import Choice, assign_precision
+from octavo.passes.quantize_kv import quantize_kv
 from octavo.passes.quantize_linear import quantize_linear
-from octavo.passes.rule import PassReport
+from octavo.passes.quantize_moe import quantize_moe
+from octavo.passes.rule import PassReport, Prove
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class QuantSettings:
     layout    of block scales, as the target's kernels take them
     observed  what calibration saw, where config asks for static scales or quantised pages
     choices   mode "auto": the format of every product that may be quantised
+    prove     proves sites that quantise; None: nothing is proven
     """
 
     plan: PrecisionPlan
@@ -32,12 +37,15 @@ class QuantSettings:
     config: QuantConfig = field(default_factory=lambda: QuantConfig("bf16"))
     observed: Observed | None = None
     choices: Mapping[str, Choice] | None = None
+    prove: Prove | None = prove_quantized
 
 
 QUANTIZE: tuple[Step, ...] = (
     Step(assign_precision, "quantized", ("config", "observed", "plan", "choices")),
     # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
-    Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress")),
+    Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
+    Step(quantize_moe, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
+    Step(quantize_kv, "quantized", ("plan",)),
 )
 
 
@@ -46,7 +54,26 @@ def quantize(
 ) -> list[PassReport]:
     """Run the steps on a lowered graph, in place; returns what each did. Raises as `lower` does."""
     done: list[PassReport] = []
+    proven: dict[str, Evidence] = {}
     for step in steps:
-        done.append(apply_step(step, graph_module, settings, (), done)[0])
+        reports = apply_step(step, graph_module, settings, (), done)
+        if settings.prove is not None:
+            _prove(
+                reports,
+                settings.prove,
+                proven,
+                f" (after: {', '.join(r.name for r in done)})" if done else "",
+            )
+        done.append(reports[0])
         settle(graph_module)
     return done
+
+
+def _prove(reports: Sequence[PassReport], prove: Prove, proven: dict[str, Evidence], context: str) -> None:
+    """What passes with weights have not proven while they made it: pages, and fusions, which keep every bit."""
+    for report in reports:
+        if report.exactness != "quantizes":
+            prove_report(report, proven, context)
+        elif not report.proof.sites:
+            for site in {site.key: site for site in reversed(report.sites)}.values():  # the first of each kind
+                prove(report, site, ())

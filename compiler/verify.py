@@ -54,7 +54,7 @@ def prove_report(report: PassReport, proven: dict[str, Evidence], context: str =
     for site in report.sites:
         # That a rewrite keeps every bit is not shown by a proof that did not ask for it.
         fresh.setdefault(f"{site.key} {report.exactness}", site)
-    with _one_thread():
+    with one_thread():
         for key, site in fresh.items():
             if key not in proven:
                 proven[key] = _prove(site, report, context)
@@ -65,7 +65,7 @@ def prove_report(report: PassReport, proven: dict[str, Evidence], context: str =
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """For tensors this small threads only wait for each other: with two, a proof took seven times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -16,30 +16,38 @@ from octavo.compiler.dims import dtype_name
 from octavo.compiler.nvfp4 import swizzle
 from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
 from octavo.compiler.types import FP8, NVFP4, Part, Role
-from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, replace
-from octavo.passes.rule import PassReport
+from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, release, replace
+from octavo.passes.rule import PassReport, Prove
 
 octavo = torch.ops.octavo
 
 
 def quantize_linear(
     graph_module: GraphModule, plan: PrecisionPlan, quantizer: WeightQuantizer, layout: str = "linear",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None, prove: Prove | None = None,
 ) -> PassReport:  # fmt: skip
-    """layout: of block scales, "linear" or "swizzled_128x4", as the target's kernels read them."""
+    """layout: of block scales, "linear" or "swizzled_128x4", as the target's kernels read them.
+
+    prove  called for every site while the plain weight is still held; afterwards it is not, unless others read it
+    """
     report = PassReport("quantize_linear", "quantizes")
     linears = graph_module.graph.find_nodes(op="call_function", target=octavo.linear.default)
     chosen = [(node, precision) for node in linears if (precision := _precision(node, plan, report))]
     inputs = _Inputs(graph_module, layout)
-    weights: dict[str, dict[str, Node]] = {}
+    weights: dict[str, tuple[QuantizedWeight, dict[str, Node]]] = {}
     for index, (node, precision) in enumerate(chosen):
         name = str(node.args[1].target)
         if progress is not None:
             progress(name, index, len(chosen))
         if name not in weights:
             quantized = quantizer(name, held(graph_module, name), precision.format)
-            weights[name] = _hold(graph_module, name, quantized, inputs.scale_of(precision), layout)
-        report.sites.append(_rewrite(graph_module, node, precision, weights[name], inputs, layout))
+            parts = _hold(graph_module, name, quantized, inputs.scale_of(precision), layout)
+            weights[name] = (quantized, parts)
+        weight = node.args[1]
+        site = _rewrite(graph_module, node, precision, weights[name][1], inputs, layout)
+        if prove is not None:
+            prove(report, site, [weights[name][0]])
+        report.sites.append(release(graph_module, site, [weight]))
     return report
 
 

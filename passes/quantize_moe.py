@@ -17,8 +17,8 @@ from octavo.compiler.origin import where
 from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
 from octavo.compiler.types import FP8, NVFP4, Part, Role
 from octavo.passes.pattern import arguments
-from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, replace
-from octavo.passes.rule import PassReport
+from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, release, replace
+from octavo.passes.rule import PassReport, Prove
 
 octavo = torch.ops.octavo
 OPS = {
@@ -30,9 +30,11 @@ OPS = {
 
 def quantize_moe(
     graph_module: GraphModule, plan: PrecisionPlan, quantizer: WeightQuantizer, layout: str = "linear",
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None, prove: Prove | None = None,
 ) -> PassReport:  # fmt: skip
     """layout: of block scales, "linear" or "swizzled_128x4", as the target's kernels read them.
+
+    prove  called for every site while the plain weights are still held; afterwards they are not
 
     Raises OptionError for rows that are not whole blocks of NVFP4.
     """
@@ -51,7 +53,10 @@ def quantize_moe(
                 _check_rows(node, name, held(graph_module, name), precision)
                 quantized = quantizer(name, held(graph_module, name), precision.format)
                 known[gate_up, down].add(("gate_up", "down")[number], name, quantized)
-        report.sites.append(_rewrite(graph_module, node, precision, known[gate_up, down]))
+        site = _rewrite(graph_module, node, precision, known[gate_up, down])
+        if prove is not None:
+            prove(report, site, known[gate_up, down].quantized)
+        report.sites.append(release(graph_module, site, [gate_up, down]))
     return report
 
 
@@ -85,9 +90,11 @@ class _Experts:
         self.layout = layout
         self.interleaved = layout != "linear"
         self.nodes: dict[str, Node] = {}
+        self.quantized: list[QuantizedWeight] = []
 
     def add(self, product: Literal["gate_up", "down"], name: str, quantized: QuantizedWeight) -> None:
         """alpha is the product of the outer scales that are known: a gate's and an up's apart, or of every row."""
+        self.quantized.append(quantized)
         count, rows = quantized.codes.shape[:2]
         outer = (
             quantized.outer.float().expand(count) if quantized.outer.dim() == 0 else quantized.outer.float()
@@ -124,7 +131,8 @@ class _Experts:
         if not turned:
             return rows
         both = rows.view(torch.uint8).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return both.contiguous().view(rows.dtype)
+        turned_rows: Tensor = both.contiguous().view(rows.dtype)
+        return turned_rows
 
     def _laid_out(self, scales: Tensor) -> Tensor:
         if self.layout == "linear":

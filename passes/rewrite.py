@@ -1,5 +1,6 @@
 """The one way in which a graph changes: a set of nodes is replaced, and both forms are kept for the proof."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,20 @@ def new_weight(
         node = graph_module.graph.get_attr(name)
     node.meta["val"] = _fake(fake_mode(graph_module), tensor)
     return node
+
+
+def release(graph_module: GraphModule, site: Site, weights: Sequence[Node]) -> Site:
+    """The site without the values of its constants; weights that nothing reads any more leave the graph and its memory.
+
+    So a pass that replaces every weight holds the old and the new of one at a time.
+    """
+    graph_module.meta.get("sites", {}).pop(site.key, None)
+    for node in weights:
+        if not node.users:
+            graph_module.graph.erase_node(node)
+            path, _, leaf = str(node.target).rpartition(".")
+            delattr(graph_module.get_submodule(path), leaf)
+    return dataclasses.replace(site, constants={})
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch.fx import GraphModule, Node
 
 from octavo.compiler.origin import where
+from octavo.compiler.precision import QuantizedWeight
 from octavo.passes.pattern import Match, Trace, matches, root_targets, size
 from octavo.passes.rewrite import Builder, Site, replace
 
@@ -77,6 +78,8 @@ class PassReport:
 
 
 Pass = Callable[[GraphModule], PassReport]
+# Proves a site of a pass that quantises as soon as it is made, while its weights are there; raises PassError.
+Prove = Callable[[PassReport, Site, Sequence[QuantizedWeight]], None]
 
 
 def run_pass(one: Pass, graph_module: GraphModule) -> PassReport:
