@@ -118,6 +118,13 @@ def _precision(
         raise OptionError(f"include: {product.name} cannot be {choice.format}: {refusal}")
     if refusal:
         return ProductPrecision("bf16", reason=refusal)
+    return precision_of(product, choice, config, observed)
+
+
+def precision_of(
+    product: Product, choice: Choice, config: QuantConfig, observed: Observed | None
+) -> ProductPrecision:
+    """The choice with the static scales that it takes. Raises OptionError where calibration did not see them."""
     if choice.format != "nvfp4" or config.activations == "by_token":
         return ProductPrecision(choice.format, reason=choice.reason)
     scales = [_scale(name, config, observed) for name in product.weights]

@@ -37,7 +37,8 @@ class Product:
     weights   all its weights: (name,), or those of gate and up and of down
     lengths   of the rows of each, K
     elements  of all its weights
-    modules   paths of the model's modules whose weights these are, and of those that hold them
+    sources   the model's own weights that they consist of
+    modules   names of those, of the modules that hold them and of all around; of the product's own, of tied weights
     high      why it stays as it is unless asked for, or ""
     """
 
@@ -47,6 +48,7 @@ class Product:
     weights: tuple[str, ...]
     lengths: tuple[int, ...]
     elements: int
+    sources: tuple[str, ...]
     modules: frozenset[str]
     high: str = ""
 
@@ -89,9 +91,9 @@ def _product(graph_module: GraphModule, name: str, nodes: list[Node], why_high: 
     held = _weights(nodes[0])
     shapes = [tuple(weight.meta["val"].shape) for weight in held]
     names = tuple(str(weight.target) for weight in held)
-    paths = {source for one in names for source in source_weights(graph_module, one)}
+    sources = tuple(dict.fromkeys(source for one in names for source in source_weights(graph_module, one)))
     # A weight that other ops read too (tied embeddings) is also called by the module of the product.
-    paths |= {
+    paths = {*sources} | {
         f"{module_path(node)}.weight"
         for node, weight in zip(nodes, held, strict=False)
         if set(_readers(graph_module, str(weight.target))) != set(nodes)
@@ -104,7 +106,7 @@ def _product(graph_module: GraphModule, name: str, nodes: list[Node], why_high: 
         high = "belongs to a head that drafts tokens"
     return Product(
         name, "moe" if is_experts else "linear", tuple(nodes), names, tuple(shape[-1] for shape in shapes),
-        sum(int(torch.Size(shape).numel()) for shape in shapes), _modules(paths), high,
+        sum(int(torch.Size(shape).numel()) for shape in shapes), sources, _modules(paths), high,
     )  # fmt: skip
 
 

@@ -1,28 +1,20 @@
 """Which format every product and every attention's pages have, why, and what calibration must have seen for it."""
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from calibrated import lowered
 from lowered import LoweredGraph
-from stages import SETTINGS, captured
 from torch.fx import GraphModule
 
 from octavo.compiler.errors import OptionError
 from octavo.compiler.observed import Observed, ObservedInput, ObservedPages
-from octavo.compiler.options import CompileOptions, QuantConfig
-from octavo.compiler.pipeline import lower
+from octavo.compiler.options import QuantConfig
 from octavo.compiler.precision import PrecisionPlan, ProductPrecision
 from octavo.passes.assign_precision import Choice, assign_precision, quantisable
 from octavo.passes.products import find_pages, find_products
 from octavo.passes.rule import PassReport
-
-
-@cache
-def lowered(name: str = "llama") -> GraphModule:
-    """The pass leaves it as it is."""
-    return lower(captured(name), CompileOptions(verify="off"), SETTINGS).graph_module
 
 
 def observed_of(graph_module: GraphModule, amax: float = 2688.0) -> Observed:
