@@ -30,7 +30,7 @@ def show_artifact(path: Path, as_json: bool) -> None:
 
 
 def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
-    """What `inspect` shows but the files. Sizes in bytes; page: one KV page in all layers."""
+    """What `inspect` shows but the files, sizes in bytes. page: a KV page in all layers; context_token: its part."""
     program, model, manifest = artifact.program, artifact.model, artifact.manifest
     full = {"T": model.max_batch_tokens, "R": 1, "L": 1, "P": -(-model.max_model_len // program.page_size)}
     plan = Report.of(artifact).data["memory"]
@@ -51,6 +51,7 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
         "memory": {
             "weights": sum(weight.array.nbytes for weight in artifact.weights.values()),
             "page": page_bytes(program),
+            "context_token": page_bytes(program) // program.page_size,
             "workspace": str(program.workspace),
             "workspace_at_most": evaluate(program.workspace, {**full, "num_pages": full["P"] + 1}),
             "token": plan["peak"],

@@ -17,6 +17,7 @@ def test_inspect(chat_artifact: Path, run: Run) -> None:
     artifact = octavo.load(chat_artifact).artifact
     assert facts["memory"]["weights"] == sum(w.array.nbytes for w in artifact.weights.values())
     assert facts["memory"]["workspace_at_most"] == facts["memory"]["token"] * artifact.model.max_batch_tokens
+    assert facts["memory"]["context_token"] * facts["program"]["page_size"] == facts["memory"]["page"] > 0
     assert facts["program"]["launches"] == len(artifact.program.steps)
     assert set(facts["files"]) == set(artifact.files)
 
