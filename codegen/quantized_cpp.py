@@ -15,11 +15,7 @@ from octavo.compiler.target import Target
 
 # Operations of one element, about: to quantise it, and to make it by a norm or an activation.
 QUANTIZE_OPERATIONS, NORM_OPERATIONS, ACTIVATION_OPERATIONS = 12, 5, 16
-# What each result of a producer holds, in the order of results; W stands for the width of a row.
-PARTS = {
-    "codes": "codes", "scales": "block scales (num_rows, W / 16)", "outers": "outer scales (num_rows,)",
-    "total": "the sum",
-}  # fmt: skip
+PARTS = ("codes", "scales", "outers", "total")
 
 
 def quantize(node: fx.Node, target: Target) -> KernelSpec:
@@ -44,8 +40,7 @@ def _producer(node: fx.Node, names: tuple[str, ...], width: int, operations: int
     dtype, outer = _dtype(node, names[0]), given["outer"]
     results = dict(zip(_parts(node), map(dtype_name, node.meta["val"]), strict=True))
     places = {part: f"out_{index}" for index, part in enumerate(results)}
-    described = "; ".join(f"{place} {PARTS[part]}" for part, place in places.items())
-    values: dict[str, Param] = dict(dtype=dtype, format=given["format"], WIDTH=width, parts=described)
+    values: dict[str, Param] = dict(dtype=dtype, format=given["format"], WIDTH=width)
     values |= {part: places.get(part, "nullptr") for part in PARTS if part != "codes"}
     values["outer"] = "nullptr" if outer is None else "outer"
     if "weight" in names:

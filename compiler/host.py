@@ -23,13 +23,14 @@ LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-_NEEDED = {"avx512_bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": _AVX2, "portable": set[str]()}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}  # no CPU has the first without the second
+_NEEDED = {"avx512_bf16": _AVX512_BF16, "avx512": _AVX512, "avx2": _AVX2, "portable": set[str]()}
 
 BASE_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2_FLAGS)
 ARCH_FLAGS = {
-    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
+    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"),
     "avx512": _AVX512_FLAGS,
     "avx2": _AVX2_FLAGS,
     "portable": (),

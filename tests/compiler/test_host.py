@@ -32,7 +32,8 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "level"),
     [
-        (cpuinfo(f"{AVX512} avx512_bf16"), "avx512_bf16"),
+        (cpuinfo(f"{AVX512} avx512_bf16 avx512_vnni"), "avx512_bf16"),
+        (cpuinfo(f"{AVX512} avx512_bf16"), "avx512"),
         (cpuinfo(AVX512), "avx512"),
         (cpuinfo(AVX512.replace("avx512vl", "")), "avx2"),
         (cpuinfo(AVX2), "avx2"),
