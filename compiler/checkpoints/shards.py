@@ -16,6 +16,7 @@ from octavo.compiler.weights import DTYPES, Span, tensor_spans
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 2 * 2**30
+ALIGNMENT = 8
 TORCH_DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
@@ -129,7 +130,8 @@ def _check_index(directory: Path, spans: Mapping[str, tuple[Path, Span]]) -> Non
 class ShardWriter:
     """Writes tensors into shards of at most max_bytes (or of one tensor that is larger), then the index.
 
-    The directory exists. Tensors are kept until their shard is full: at most one shard is in memory.
+    The directory exists. Tensors wait in one buffer until their shard is full: many of their own, between what else is
+    allocated and freed, would leave holes that the process never gives back.
     """
 
     def __init__(self, directory: Path, max_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -138,15 +140,24 @@ class ShardWriter:
         self.shards: list[list[str]] = []
         self.num_bytes = 0
         self._waiting: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._end = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._waiting_bytes + size > self.max_bytes:
+        if self._waiting and self._end + size > self.max_bytes:
             self._write()
-        # A copy: what is a view of a mapped file would keep the mapping.
-        self._waiting[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._waiting_bytes += size
+        self.num_bytes += size
+        if size > self.max_bytes:
+            self._waiting[name] = tensor
+            self._write()
+            return
+        if not self._waiting:
+            self._buffer = torch.frombuffer(mmap.mmap(-1, self.max_bytes + ALIGNMENT), dtype=torch.uint8)
+        view = self._buffer[self._end : self._end + size].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        self._waiting[name] = view
+        self._end += -(-size // ALIGNMENT) * ALIGNMENT
 
     def finish(self) -> None:
         """Write what waits, give the files their names and write the index (of several files)."""
@@ -167,8 +178,7 @@ class ShardWriter:
         with self._part(len(self.shards)).open("wb") as file:
             write_file(file, self._waiting)
         self.shards.append(list(self._waiting))
-        self.num_bytes += self._waiting_bytes
-        self._waiting, self._waiting_bytes = {}, 0
+        self._waiting, self._buffer, self._end = {}, self._buffer[:0].clone(), 0
 
     def _part(self, number: int) -> Path:
         return self.directory / f"part-{number:05}.safetensors"

@@ -14,7 +14,7 @@ from octavo.compiler.precision import Format
 # "octavo": quantised here, so no file has it yet.
 Layout = Literal["modelopt", "compressed-tensors", "mxfp4", "octavo"]
 # Elements that are decoded at a time: a few fp32 copies of them are in memory.
-CHUNK_ELEMENTS = 2**18
+CHUNK_ELEMENTS = 2**16
 _EXPERT = re.compile(r"experts?\.(\d+)(\.|$)")
 
 
