@@ -1,4 +1,4 @@
-"""The tiny Llama compiled for this machine with pages in a chosen format, their multipliers from its own keys."""
+"""The tiny Llama compiled with pages in a chosen format, their multipliers from its own keys."""
 
 from functools import cache
 
@@ -35,10 +35,12 @@ def multipliers(format: PageFormat) -> PrecisionPlan:
 
 
 @cache
-def paged_artifact(format: PageFormat) -> Artifact:
-    """Pages of four tokens. "bf16" leaves them in the model's fp32."""
-    model = tiny("llama")
-    options, settings = CompileOptions(verify="off"), Settings(4, LONGEST)
+def paged_artifact(
+    format: PageFormat, target: str = "cpu", dtype: torch.dtype = torch.float32, page_size: int = 4
+) -> Artifact:
+    """ "bf16" leaves pages in the model's dtype."""
+    model = tiny("llama", dtype)
+    options, settings = CompileOptions(verify="off"), Settings(page_size, LONGEST)
     captured = capture(model)
     lowered = lower(captured, options, settings)
     if format != "bf16":
@@ -46,6 +48,6 @@ def paged_artifact(format: PageFormat) -> Artifact:
         step = Step(quantize_kv, "quantized", ("plan",))
         given = QuantSettings(plan, None, "linear")  # type: ignore[arg-type]
         lowered.reports += apply_step(step, lowered.graph_module, given)
-    job = Job(load_target("cpu"), options, settings, captured.model_info, captured.route)
+    job = Job(load_target(target), options, settings, captured.model_info, captured.route)
     with progress_bars(False) as bars:
         return finish(job, lowered, DumpWriter(None, False, {}), bars, None, {}, model).artifact
