@@ -25,12 +25,14 @@ from octavo.compiler.legality import op
 from octavo.compiler.program import Program
 from octavo.compiler.step_cost import LOSERS
 from octavo.compiler.target import Target
+from octavo.compiler.type_rules import declared
 from octavo.compiler.weights import Weight
 from octavo.passes.plan_memory import plan_memory
 from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport
 
 LOWERED_GRAPH = "graph/lowered.py"
+TYPES = "types.json"  # weight -> which part of which quantised value it holds
 Progress = Callable[[str, int, int], None]
 
 
@@ -180,6 +182,9 @@ def pack(
     files = dict(built.files)
     files.update({f"graph/{name}": text.encode() for name, text in texts.items()})
     files["report.json"] = _json(report)
+    if parts := declared(graph_module):
+        held_names = {b.name for b in built.program.of_kind("weight")}
+        files[TYPES] = _json({name: str(part) for name, part in parts.items() if name in held_names})
     files.update(extra_files)
     weights = {b.name: _weight(held(graph_module, b.name)) for b in built.program.of_kind("weight")}
     return Artifact.write(path, manifest=manifest, program=built.program, weights=weights, files=files)

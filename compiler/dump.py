@@ -14,6 +14,7 @@ from torch.fx.graph import _Namespace
 
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.origin import module_path, source_code, source_line
+from octavo.compiler.type_rules import declared
 
 SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
@@ -65,12 +66,16 @@ aten, octavo = torch.ops.aten, torch.ops.octavo
 
 
 def print_graph(graph_module: GraphModule, header: str = "") -> str:
-    """A Python module: WEIGHTS (name -> type) and forward(w, inputs...), grouped by the user's lines."""
+    """A Python module: WEIGHTS (name -> type) and forward(w, inputs...), grouped by the user's lines.
+
+    Behind a weight that holds a part of a quantised value stands which.
+    """
     names = _Symbols()
     nodes = list(graph_module.graph.nodes)
     weights = {n.target: _type(n.meta["val"], names) for n in nodes if n.op == "get_attr"}
     lines = [PREAMBLE.format(header=_docstring(header)), "WEIGHTS = {"]
-    lines += [f'    {json.dumps(name)}: "{kind}",' for name, kind in weights.items()]
+    parts = {name: f"  # {part}" for name, part in declared(graph_module).items()}
+    lines += [f'    {json.dumps(name)}: "{kind}",{parts.get(name, "")}' for name, kind in weights.items()]
     lines += ["}", "", "", "def forward(", "    w,"]
     lines += [f'    {n.name}: "{_type(n.meta["val"], names)}",' for n in nodes if n.op == "placeholder"]
     lines.append("):")

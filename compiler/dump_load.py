@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import octavo.compiler.ops  # noqa: F401  (registers the ops that the text names)
 from octavo.compiler.dump import CALLS, CONSTANTS, LONG, NAMESPACES, NO_SOURCE, ORIGIN
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.type_rules import declared as declared_parts
+from octavo.compiler.types import Part, Role, part_from_text
 from octavo.passes.rewrite import held, hold, set_meta
 
 FLOATS = ("inf", "nan")
+ROLES = tuple(f"{role} of " for role in get_args(Role))
 # What a name means in the text, so that none of them can be a value's.
 RESERVED = {"w", "torch", "math", "operator", "device", "slice", *NAMESPACES, *FLOATS}
 
@@ -52,6 +55,8 @@ class _Loader:
         self.sizes: dict[str, Any] = {}
         self.weights: dict[str, Node] = {}
         self.origins = _origins(text)
+        self.lines = text.split("\n")
+        self.parts: dict[str, Part] = {}
 
     def refuse(self, place: Any, reason: str) -> IllegalGraphError:
         """The error for a part of the text (or its line)."""
@@ -86,7 +91,9 @@ class _Loader:
 
     def load(self, declared: ast.Dict, function: ast.FunctionDef) -> GraphModule:
         for key, value in zip(declared.keys, declared.values, strict=True):
-            self._weight(value, str(self._literal(key or value)), str(self._literal(value)))
+            name = str(self._literal(key or value))
+            self._weight(value, name, str(self._literal(value)))
+            self._part(value, name)
         for argument in function.args.args[1:]:
             if not isinstance(argument.annotation, ast.Constant):
                 raise self.refuse(argument, f"input {argument.arg} has no type")
@@ -97,7 +104,22 @@ class _Loader:
             self._statement(statement)
         if not any(n.op == "output" for n in self.graph.nodes):
             raise self.refuse(function, "expected forward to end with `return (name,)`")
-        return GraphModule(self.root, self.graph)
+        graph_module = GraphModule(self.root, self.graph)
+        declared_parts(graph_module).update(self.parts)
+        return graph_module
+
+    def _part(self, place: ast.expr, name: str) -> None:
+        """What a comment behind a weight says that it holds of a quantised value."""
+        comment = (
+            self.lines[(place.end_lineno or place.lineno) - 1].encode()[place.end_col_offset or 0 :].decode()
+        )
+        text = comment.lstrip(", ").removeprefix("# ")
+        if not text.startswith(ROLES):
+            return
+        try:
+            self.parts[name] = part_from_text(text)
+        except IllegalGraphError as error:
+            raise self.refuse(place, str(error)) from None
 
     def _weight(self, place: ast.expr, name: str, kind: str) -> None:
         dtype, shape = self._type(place, kind, fixed=True)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from octavo.compiler import nvfp4
+from octavo.compiler.dump import print_graph, settle
+from octavo.compiler.dump_load import load_graph
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.precision import Format, PrecisionPlan, ProductPrecision, QuantizedWeight
 from octavo.compiler.type_rules import check_types, declared
@@ -202,3 +204,24 @@ def test_a_mismatch_is_refused_by_name(
         check_types(graph_module, "a_pass")
     assert re.search(said, str(error.value)), str(error.value)
     assert re.match(r"a_pass: .*\(node \w+, .*modeling_llama.py:\d+\)", str(error.value))
+
+
+@pytest.mark.parametrize(("format", "scale"), [("nvfp4", 0.01), ("fp8", None)])
+def test_types_survive_in_the_text_of_a_graph(format: Format, scale: float | None) -> None:
+    graph_module = quantized(format, scale)
+    settle(graph_module)
+    text = print_graph(graph_module)
+    loaded = load_graph(text, graph_module)
+    assert declared(loaded) == declared(graph_module) != {}
+    assert print_graph(loaded) == text
+    check_types(loaded, "test")
+
+
+def test_a_type_that_is_none_is_refused_with_its_line() -> None:
+    graph_module = quantized("nvfp4", 0.01)
+    text = print_graph(graph_module)
+    line = next(n for n, line in enumerate(text.splitlines(), 1) if ": nvfp4[" in line)
+    with pytest.raises(
+        IllegalGraphError, match=rf"a.py:{line}: '.* of .*nvfp5.*' is no part of a quantised value"
+    ):
+        load_graph(text.replace(": nvfp4[", ": nvfp5["), graph_module, "a.py")

@@ -84,7 +84,8 @@ def nearest(x: Array, numbers: Array) -> Array:
 
 def codes_by_distance(x: Array) -> Array:
     """E2M1 codes, from nothing but the numbers that they stand for."""
-    return (nearest(x, E2M1[:8]) | (np.signbit(np.asarray(x)).astype(np.int64) << 3)).astype(np.uint8)
+    codes: Array = nearest(x, E2M1[:8]) | (np.signbit(np.asarray(x)).astype(np.int64) << 3)
+    return codes.astype(np.uint8)
 
 
 def scales_by_distance(x: Array) -> Array:
