@@ -13,6 +13,8 @@ from octavo.compiler.precision import PrecisionPlan, WeightQuantizer
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.compiler.verify_quantized import prove_quantized
 from octavo.passes.assign_precision import Choice, assign_precision
+from octavo.passes.fuse_act_quantize import fuse_act_quantize
+from octavo.passes.fuse_norm_quantize import fuse_norm_quantize
 from octavo.passes.quantize_kv import quantize_kv
 from octavo.passes.quantize_linear import quantize_linear
 from octavo.passes.quantize_moe import quantize_moe
@@ -46,6 +48,9 @@ QUANTIZE: tuple[Step, ...] = (
     Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
     Step(quantize_moe, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
     Step(quantize_kv, "quantized", ("plan",)),
+    # Last, when it is settled who reads what as codes.
+    Step(fuse_norm_quantize, "quantized"),
+    Step(fuse_act_quantize, "quantized"),
 )
 
 
