@@ -1,11 +1,13 @@
 """What is quantised into which format: decided once, carried to the passes, recorded in the artifact."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from octavo.compiler.errors import OptionError
 from octavo.compiler.nvfp4 import E4M3_MAX_SEARCHED, RECIPE
 
 Format = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16"]
@@ -73,3 +75,25 @@ class QuantizedWeight:
 
 # (name, weight, format) -> its parts; name is that in the graph.
 WeightQuantizer = Callable[[str, Tensor, Format], QuantizedWeight]
+
+
+def plan_to_json(plan: PrecisionPlan) -> bytes:
+    return (json.dumps(plan.as_dict(), indent=1) + "\n").encode()
+
+
+def plan_from_json(text: str, where: str) -> PrecisionPlan:
+    """Raises OptionError, naming the file, for a text that `plan_to_json` did not write."""
+    try:
+        data = json.loads(text)
+        products = {str(name): ProductPrecision(**facts) for name, facts in data["products"].items()}
+        pages = {int(number): PagePrecision(**facts) for number, facts in data["pages"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OptionError(
+            f"{where}: expected the plan of a dump, got: {error}; dump the model again"
+        ) from None
+    formats = [("products", p.format, get_args(Format)) for p in products.values()]
+    formats += [("pages", p.format, get_args(PageFormat)) for p in pages.values()]
+    for kind, format, known in formats:
+        if format not in known:
+            raise OptionError(f"{where}: {kind}: expected a format of {', '.join(known)}, got {format!r}")
+    return PrecisionPlan(products, pages)

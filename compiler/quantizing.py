@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule
 
 from octavo.compiler.dump import settle
+from octavo.compiler.dump_files import DumpWriter
+from octavo.compiler.errors import OctavoError
 from octavo.compiler.observed import Observed
 from octavo.compiler.options import QuantConfig
-from octavo.compiler.pipeline import Progress, Step, apply_step
-from octavo.compiler.precision import PrecisionPlan, WeightQuantizer
+from octavo.compiler.pipeline import PIPELINE, Progress, Step, apply_step
+from octavo.compiler.precision import PrecisionPlan, WeightQuantizer, plan_to_json
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.compiler.verify_quantized import prove_quantized
 from octavo.passes.assign_precision import Choice, assign_precision
@@ -42,6 +44,7 @@ class QuantSettings:
     prove: Prove | None = prove_quantized
 
 
+PRECISION = "precision.json"  # beside the graphs of a dump: the plan
 QUANTIZE: tuple[Step, ...] = (
     Step(assign_precision, "quantized", ("config", "observed", "plan", "choices")),
     # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
@@ -55,22 +58,31 @@ QUANTIZE: tuple[Step, ...] = (
 
 
 def quantize(
-    graph_module: GraphModule, settings: QuantSettings, steps: Sequence[Step] = QUANTIZE
-) -> list[PassReport]:
-    """Run the steps on a lowered graph, in place; returns what each did. Raises as `lower` does."""
+    graph_module: GraphModule, settings: QuantSettings, steps: Sequence[Step] = QUANTIZE,
+    dumps: DumpWriter | None = None, start: int = 0,
+) -> list[PassReport]:  # fmt: skip
+    """Run the steps behind the first `start` on a lowered graph, in place; returns what each did.
+
+    dumps  gets the graph after each step that changed it, numbered behind the pipeline's, and PRECISION
+    Raises as `lower` does.
+    """
     done: list[PassReport] = []
     proven: dict[str, Evidence] = {}
-    for step in steps:
-        reports = apply_step(step, graph_module, settings, (), done)
-        if settings.prove is not None:
-            _prove(
-                reports,
-                settings.prove,
-                proven,
-                f" (after: {', '.join(r.name for r in done)})" if done else "",
-            )
+    for index, step in enumerate(steps[start:], len(PIPELINE) + start):
+        context = f" (after: {', '.join(r.name for r in done)})" if done else ""
+        try:
+            reports = apply_step(step, graph_module, settings, (), done)
+            if settings.prove is not None:
+                _prove(reports, settings.prove, proven, context)
+        except OctavoError as error:
+            if dumps is not None:
+                dumps.write_failure(index, step.name, graph_module, error)
+            raise
         done.append(reports[0])
         settle(graph_module)
+        if dumps is not None:
+            dumps.write(index + 1, reports[0], graph_module, step.stage)
+            dumps.write_files({PRECISION: plan_to_json(settings.plan)})
     return done
 
 
@@ -80,5 +92,7 @@ def _prove(reports: Sequence[PassReport], prove: Prove, proven: dict[str, Eviden
         if report.exactness != "quantizes":
             prove_report(report, proven, context)
         elif not report.proof.sites:
-            for site in {site.key: site for site in reversed(report.sites)}.values():  # the first of each kind
+            for site in {
+                site.key: site for site in reversed(report.sites)
+            }.values():  # the first of each kind
                 prove(report, site, ())
