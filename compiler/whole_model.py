@@ -1,5 +1,7 @@
 """The last proof: logits of the finished artifact against the model's, over ragged batches and pages."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -15,6 +17,15 @@ from octavo.runtime.model_runner import ModelRunner
 # Largest logit error relative to the largest logit. Roundings of a layer add up like a random walk, and a
 # bf16 model is as far from its own fp64 form as this bound.
 BOUND = {"fp32": 1e-4, "bf16": 6e-2}
+# Of a quantised artifact beside its graph: how far its logits may be off, as a share of how far quantisation moved
+# them. Both round to the same codes, but where sums in another order land beyond a tie. Rounding moves a value by
+# g / sqrt(12) rms, where g is the gap between two codes, and a code that flips moves it by g: if a share f of all
+# flips, logits are off by sqrt(12 f) of what quantisation did: half of it for f = 2 %. Orders of sums flip fewer (a
+# tiny Llama's logits move by 1e-6 of it in fp32, by 1 % in bf16); a scale that is lost, or of another block, moves
+# logits by as much as quantisation itself, or more.
+SHARE = 0.5
+# What quantisation moves logits by where that is not to be seen, because the reference is quantised too.
+UNSEEN = 0.3
 LENGTHS, FIRST = (9, 14, 5), (4, 13, 5)
 
 
@@ -22,18 +33,13 @@ def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner)
     """The error, or PassError. Three prompts share two steps; the second step reads the first's pages."""
     if not has_values(model):
         return 0.0
-    longest = artifact.model.max_model_len
-    prompts = [_prompt(i, min(n, longest), artifact.model.vocab_size) for i, n in enumerate(LENGTHS)]
-    with torch.no_grad():
-        expected = [reference_logits(model, torch.from_numpy(p)[None])[0].float().numpy() for p in prompts]
-    worst = 0.0
-    for is_last in (False, True):
-        chunks = _chunks([len(p) for p in prompts], is_last)
-        logits = runner.run(_batch(prompts, chunks, runner.page_size))
-        for row, chunk in zip(logits, chunks, strict=True):
-            wanted = expected[chunk.request][chunk.start + chunk.length - 1]
-            # np.maximum keeps a NaN, which max() would lose.
-            worst = float(np.maximum(worst, np.abs(row - wanted).max() / np.abs(wanted).max()))
+    prompts = _prompts(artifact)
+    got = _artifact_logits(prompts, runner)
+    wanted = _model_logits(model, prompts)
+    # np.maximum keeps a NaN, which max() would lose.
+    worst = float(
+        np.maximum.reduce([np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, wanted, strict=True)])
+    )
     bound = BOUND[artifact.program.of_kind("cache")[0].dtype]
     if not worst <= bound:
         raise PassError(
@@ -42,6 +48,77 @@ def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner)
             "bisect` shows from where on"
         )
     return worst
+
+
+def check_quantized_model(
+    model: nn.Module, graph: nn.Module, artifact: Artifact, runner: ModelRunner
+) -> float:
+    """The rms error of a quantised artifact's logits beside its graph's, relative to these, or PassError.
+
+    model  before it was quantised (or the quantised graph again, where nothing else is left)
+    graph  as it is executed op by op
+    The mean KL divergence is bounded too: it is quadratic in the difference, so by the square of the share.
+    """
+    prompts = _prompts(artifact)
+    got, wanted = (
+        np.stack(rows) for rows in (_artifact_logits(prompts, runner), _model_logits(graph, prompts))
+    )
+    plain = np.stack(_model_logits(model, prompts)) if has_values(model) else wanted
+    size = _rms(wanted)
+    floor = BOUND.get(artifact.program.of_kind("cache")[0].dtype, BOUND["bf16"])
+    noise = _rms(wanted - plain) / size
+    error, bound = _rms(got - wanted) / size, max(floor, SHARE * (noise or UNSEEN))
+    if not error <= bound:
+        raise PassError(
+            f"verify: logits of the artifact differ from its quantised graph's by {error:.2e} of their rms, bound "
+            f"{bound:.1e}: quantisation moved them by {noise:.2e}; every step was proven, so a kernel or the memory "
+            "plan is at fault"
+        )
+    largest = float(np.abs(wanted).max())
+    lost = _kl(wanted, got)
+    allowed = max(SHARE**2 * _kl(plain, wanted), ((floor if noise else bound) * largest) ** 2 / 2)
+    if not lost <= allowed:
+        raise PassError(
+            f"verify: the artifact's tokens are {lost:.2e} nats from its quantised graph's, bound {allowed:.1e}; every "
+            "step was proven, so a kernel or the memory plan is at fault"
+        )
+    return error
+
+
+Rows = list[np.ndarray[tuple[int], np.dtype[np.float32]]]
+Prompts = list[np.ndarray[tuple[int], np.dtype[np.int64]]]
+
+
+def _prompts(artifact: Artifact) -> Prompts:
+    longest = artifact.model.max_model_len
+    return [_prompt(i, min(n, longest), artifact.model.vocab_size) for i, n in enumerate(LENGTHS)]
+
+
+def _artifact_logits(prompts: Prompts, runner: ModelRunner) -> Rows:
+    """Of the last token of every chunk, in both steps."""
+    rows: Rows = []
+    for is_last in (False, True):
+        chunks = _chunks([len(p) for p in prompts], is_last)
+        rows += [row.copy() for row in runner.run(_batch(prompts, chunks, runner.page_size))]
+    return rows
+
+
+def _model_logits(model: nn.Module, prompts: Prompts) -> Rows:
+    """Of the same tokens, each prompt by itself."""
+    with torch.no_grad():
+        whole = [reference_logits(model, torch.from_numpy(p)[None])[0].float().numpy() for p in prompts]
+    chunks = [chunk for is_last in (False, True) for chunk in _chunks([len(p) for p in prompts], is_last)]
+    return [whole[chunk.request][chunk.start + chunk.length - 1] for chunk in chunks]
+
+
+def _rms(values: np.ndarray[Any, Any]) -> float:
+    return float(np.sqrt(np.square(values, dtype=np.float64).mean()))
+
+
+def _kl(wanted: np.ndarray[Any, Any], got: np.ndarray[Any, Any]) -> float:
+    """Mean KL(wanted || got) over rows of logits, in nats."""
+    p, q = (torch.from_numpy(rows).double().log_softmax(-1) for rows in (wanted, got))
+    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 def _prompt(seed: int, length: int, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 import octavo
 from octavo.compiler.errors import PassError
 from octavo.compiler.pipeline import PIPELINE, Step
-from octavo.compiler.whole_model import BOUND, check_whole_model
+from octavo.compiler.whole_model import BOUND, SHARE, check_quantized_model, check_whole_model
 from octavo.passes.eliminate_dead_code import eliminate_dead_code
 from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport
@@ -90,3 +90,62 @@ def test_what_a_pass_does_outside_its_sites_is_caught() -> None:
         with mock.patch.dict("os.environ", {"CXX": "no-such-compiler"}), pytest.warns(UserWarning):
             with pytest.raises(PassError, match=r"^verify: logits of the artifact differ"):
                 octavo.compile(model, max_model_len=LONGEST, pipeline=steps)
+
+
+class Noisy(Disturbed):
+    """A runner whose logits are all off, by `amount` of their rms."""
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        logits = self.inner.run(batch)
+        noise = np.random.default_rng(len(self.batches)).standard_normal(logits.shape)
+        self.batches.append(batch)
+        result: NDArray[np.float32] = (logits + self.amount * noise * np.sqrt((logits**2).mean())).astype(
+            np.float32
+        )
+        return result
+
+
+def quantised_by(amount: float) -> torch.nn.Module:
+    """The model that another would be if quantisation had moved its logits by this share of their rms."""
+    model = tiny("llama")
+    head: torch.Tensor = model.lm_head.weight  # type: ignore[union-attr, assignment]
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head.add_(noise * amount * head.square().mean().sqrt())
+    return model
+
+
+def test_a_quantised_artifact_may_differ_from_its_graph_by_a_share_of_what_quantisation_did() -> None:
+    artifact, plain, graph = compiled("llama").artifact, quantised_by(0.2), tiny("llama")
+    near, far = Noisy("llama", 0.2 * SHARE * 0.8), Noisy("llama", 0.2 * SHARE * 1.4)
+    error = check_quantized_model(plain, graph, artifact, near)  # type: ignore[arg-type]
+    assert 0.2 * SHARE * 0.6 < error < 0.2 * SHARE
+    with pytest.raises(
+        PassError, match=r"differ from its quantised graph's by 1\.\d+e-01 .*: quantisation moved them by 2"
+    ):
+        check_quantized_model(plain, graph, artifact, far)  # type: ignore[arg-type]
+    with pytest.raises(PassError, match="by nan"):
+        check_quantized_model(plain, graph, artifact, Noisy("llama", float("nan")))  # type: ignore[arg-type]
+
+
+def test_quantisation_that_moves_nothing_leaves_the_room_of_the_dtype() -> None:
+    artifact = compiled("llama").artifact
+    check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.0))  # type: ignore[arg-type]
+    with pytest.raises(PassError, match=r"bound 1.0e-04: "):
+        check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.001))  # type: ignore[arg-type]
+
+
+class OneRow(Disturbed):
+    """A runner whose first row has one token far too likely."""
+
+    def run(self, batch: Batch) -> NDArray[np.float32]:
+        logits = self.inner.run(batch).copy()
+        logits[0, 5] += self.amount
+        return logits
+
+
+def test_tokens_that_change_are_seen_where_the_rms_hides_them() -> None:
+    artifact, plain, graph = compiled("llama").artifact, quantised_by(0.2), tiny("llama")
+    runner = OneRow("llama", 11.0)
+    with pytest.raises(PassError, match=r"nats from its quantised graph's"):
+        check_quantized_model(plain, graph, artifact, runner)  # type: ignore[arg-type]
