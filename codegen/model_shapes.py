@@ -110,7 +110,7 @@ def kernel_set(shape: ModelShape, precision: str, target: Target, page_size: int
         *(layer.dense(shape.intermediate) if shape.intermediate else []),
         *(layer.experts() if shape.mixture else []),
         rms_norm_spec("T", shape.hidden, "bf16", EPS, 0.0, residual=True),
-        gather_rows_spec("gather_logits", "logit_rows", "x", "L", shape.hidden, "bf16"),
+        gather_rows_spec("gather_logits", "logit_rows", "hidden", "L", shape.hidden, "bf16"),
         linear_tma_spec(Product("L", shape.vocab, shape.hidden, "bf16", "fp32", bias=False), target),
         argmax_spec(shape.vocab, "fp32", target),
     ]
@@ -144,8 +144,8 @@ class _Layer:
             return rms_norm_spec("T", width, "bf16", EPS, 0.0, residual)
         return rms_norm_quantize_spec("T", width, "bf16", EPS, 0.0, residual, self.quantization, self.target)
 
-    def linear(self, n: int, k: int, fused: bool = False) -> KernelSpec:
-        """fused: several weights in one, each with a scale of its own."""
+    def linear(self, n: int, k: int) -> KernelSpec:
+        """Several weights in one (qkv, gate and up) are quantised as one, and so have one outer scale."""
         biased = self.shape.biased
         if self.precision == "bf16":
             return linear_tma_spec(Product("T", n, k, "bf16", "bf16", biased), self.target)
@@ -153,8 +153,8 @@ class _Layer:
             product = Product("T", n, k, "fp8", "bf16", biased, alpha="column", row_scale=True)
             return linear_tma_spec(product, self.target)
         x_dtype = "bf16" if self.quantization is None else "nvfp4"
-        alpha, bias = "column" if fused else "scalar", "bf16" if biased else ""
-        return nvfp4_linear_spec(Nvfp4Product("T", n, k, x_dtype, "bf16", alpha, bias=bias), self.target)
+        bias = "bf16" if biased else ""
+        return nvfp4_linear_spec(Nvfp4Product("T", n, k, x_dtype, "bf16", bias=bias), self.target)
 
     def quantized(self, width: int) -> list[KernelSpec]:
         """The kernel that quantises rows which no norm or unit makes, such as those of an attention."""
@@ -175,7 +175,7 @@ class _Layer:
             for window in shape.windows
         ]
         return [
-            self.linear((shape.heads + 2 * shape.kv_heads) * size, shape.hidden, fused=True),
+            self.linear((shape.heads + 2 * shape.kv_heads) * size, shape.hidden),
             write,
             *(attention_spec(layer, target) for layer in layers),
             *self.quantized(shape.heads * size),
@@ -189,7 +189,7 @@ class _Layer:
         heads, width = shape.heads, part.nope_dim + part.rope_dim
         latents = Latents(heads, part.rank, part.rope_dim, self.page_size, "bf16", "bf16", width**-0.5)
         return [
-            self.linear(part.q_rank + part.rank + part.rope_dim, shape.hidden, fused=True),
+            self.linear(part.q_rank + part.rank + part.rope_dim, shape.hidden),
             self.norm(part.q_rank, residual=False),
             rms_norm_spec("T", part.rank, "bf16", EPS, 0.0, residual=False),
             self.linear(heads * width, part.q_rank),
@@ -210,7 +210,7 @@ class _Layer:
         else:
             gated = act_mul_quantize_spec("T", intermediate, "bf16", "silu", quantization, self.target)
         hidden = self.shape.hidden
-        return [self.linear(2 * intermediate, hidden, fused=True), gated, self.linear(hidden, intermediate)]
+        return [self.linear(2 * intermediate, hidden), gated, self.linear(hidden, intermediate)]
 
     def experts(self) -> list[KernelSpec]:
         mixture, hidden = self.shape.mixture, self.shape.hidden
