@@ -50,7 +50,9 @@ class PrecisionPlan:
     pages: dict[int, PagePrecision] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON holds it, where every key is text: keys sort alike before and after, as a manifest's must."""
+        plan = asdict(self)
+        return {**plan, "pages": {str(number): facts for number, facts in plan["pages"].items()}}
 
 
 @dataclass(frozen=True)

@@ -96,3 +96,10 @@ def test_the_plan_survives_as_text() -> None:
         plan_from_json('{"products": {}}', "a.json")
     with pytest.raises(OptionError, match=r"a.json: products: expected a format of .*, got 'fp7'"):
         plan_from_json(plan_to_json(plan).decode().replace('"fp8"', '"fp7"'), "a.json")
+
+
+def test_a_plan_in_a_manifest_reads_back_to_the_same_text() -> None:
+    """Keys are sorted on both ways, and of 12 caches "10" comes before "2" only where all are text."""
+    plan = PrecisionPlan(pages={number: PagePrecision("fp8") for number in range(12)}).as_dict()
+    text = json.dumps(plan, sort_keys=True)
+    assert json.dumps(json.loads(text), sort_keys=True) == text
