@@ -36,6 +36,7 @@ from octavo.compiler.weights import MappedWeight, Weight, map_weights, write_wei
 
 FORMAT_VERSION = 1
 PROGRAM, WEIGHTS = "program.json", "weights.safetensors"
+TYPES = "types.json"  # of a quantised artifact: weight -> which part of which value it holds
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 
@@ -133,6 +134,10 @@ class Artifact:
         return cls(
             root, manifest, _model_info(str(root / MANIFEST), manifest["model"]), program, weights, entries
         )
+
+    def types(self) -> dict[str, str]:
+        """What weights hold of quantised values, by name: `codes of model.norm: nvfp4[576, 1536] octavo-v1 ...`."""
+        return dict(json.loads(self.read(TYPES))) if TYPES in self.files else {}
 
     def read(self, name: str) -> bytes:
         """The bytes of a file of the artifact, checked again as they are read."""

@@ -17,7 +17,7 @@ from octavo.codegen.emit import emit
 from octavo.codegen.evidence import evidence_row, launch_of
 from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.codegen.select import Selection, select
-from octavo.compiler.artifact import Artifact
+from octavo.compiler.artifact import TYPES, Artifact
 from octavo.compiler.dims import as_expression, dim_names, dtype_name, leaves_graph
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.host import build_shared_library, host_features
@@ -32,7 +32,6 @@ from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport
 
 LOWERED_GRAPH = "graph/lowered.py"
-TYPES = "types.json"  # weight -> which part of which quantised value it holds
 Progress = Callable[[str, int, int], None]
 
 
