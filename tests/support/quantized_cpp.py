@@ -85,7 +85,8 @@ def e2m1(packed: Tensor) -> Array:
 
 def weights(packed: Tensor, scales: Tensor) -> Array:
     """fp64 values of NVFP4 without an outer scale."""
-    return e2m1(packed) * np.repeat(e4m3(scales), 16, axis=1)
+    values: Array = e2m1(packed) * np.repeat(e4m3(scales), 16, axis=1)
+    return values
 
 
 def block_sums(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor]) -> Array:
