@@ -34,7 +34,14 @@ from octavo.compiler.expression import evaluate, holds
 from octavo.compiler.nvfp4 import unswizzle
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.pipeline import lower, settings_of
-from octavo.compiler.precision import Format, PrecisionPlan, ProductPrecision, QuantizedWeight
+from octavo.compiler.precision import (
+    Format,
+    PageFormat,
+    PagePrecision,
+    PrecisionPlan,
+    ProductPrecision,
+    QuantizedWeight,
+)
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.quantizing import QuantSettings, quantize
 from octavo.compiler.target import Target, load_target
@@ -56,7 +63,7 @@ Formats = Mapping[str, tuple[Format, float | None]]
 def tiny_model() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=MAX_LEN, bos_token_id=None, eos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=MAX_LEN, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -81,10 +88,10 @@ def nearest(name: str, weight: Tensor, format: Format) -> QuantizedWeight:
     return QuantizedWeight(*nvfp4_weights.quantize_weight(weight.float(), step), step)
 
 
-def quantized(formats: Formats) -> GraphModule:
-    """The lowered graph with every product whose weight's name holds a key of `formats` quantised."""
+def quantized(formats: Formats, pages: PageFormat = "bf16") -> GraphModule:
+    """The lowered graph with every product whose weight's name holds a key of `formats` quantised, and its pages."""
     graph_module = copied(_lowered())
-    plan = PrecisionPlan()
+    plan = PrecisionPlan(pages={0: PagePrecision(pages)})
     for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.octavo.linear.default):
         name = str(node.args[1].target)
         found = next((precision for part, precision in formats.items() if part in name), ("bf16", None))

@@ -19,10 +19,12 @@ from quantized_model import (
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from octavo.codegen.model_shapes import ModelShape, kernel_set
 from octavo.codegen.row import arguments
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.graph_model import GraphModel
+from octavo.compiler.target import load_target
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import SamplingParams
 
@@ -121,6 +123,20 @@ def test_greedy_tokens_and_logits_of_steps_in_graphs(tmp_path: Path) -> None:
         assert (found - expected).abs().max() <= 0.005 * largest
         chosen = expected[torch.arange(3), torch.tensor(answer)]
         assert (expected.max(-1).values - chosen <= 2 * 0.005 * largest).all()
+
+
+@pytest.mark.parametrize(
+    ("formats", "precision", "target"),
+    [(STATIC, "nvfp4", "b200"), (WEIGHT_ONLY, "nvfp4", "h100"), (FP8, "fp8", "rtx_pro_6000")],
+)
+def test_passes_choose_the_kernels_that_are_built_for_published_sizes(
+    tmp_path: Path, formats: Formats, precision: str, target: str
+) -> None:
+    artifact = write_artifact(tmp_path / "artifact", quantized(formats, "fp8"), target)
+    shape = ModelShape("tiny", 64, 1, 4, 2, 16, VOCAB, 128)
+    expected = {spec.name for spec in kernel_set(shape, precision, load_target(target), PAGE_SIZE)}
+    sampling = {name for name in expected if name.startswith("argmax")}  # of no graph
+    assert {step.kernel for step in artifact.program.steps} == expected - sampling
 
 
 @pytest.mark.slow
