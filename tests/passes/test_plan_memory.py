@@ -120,8 +120,8 @@ def build(choices: list[tuple[int, int, int]]) -> fx.Graph:
         elif kind == 5 and pairs:
             codes, scales = pairs[first % len(pairs)]
             k = 2 * width(codes)
-            parts = [torch.zeros(40, k // 2, dtype=torch.uint8), torch.zeros(512 * -(-k // 64)).float()]
-            weight, weight_scale = (g.weight(f"q{i}_{k}", part) for i, part in enumerate(parts))
+            tensors = [torch.zeros(40, k // 2, dtype=torch.uint8), torch.zeros(512 * -(-k // 64)).float()]
+            weight, weight_scale = (g.weight(f"q{i}_{k}", tensor) for i, tensor in enumerate(tensors))
             alpha = g.weight("alpha", torch.ones(1))
             product = (codes, scales, weight, weight_scale, alpha, None, None, "fp32", "swizzled_128x4")
             values.append(g.call("nvfp4_linear", *product))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import B200, H100, Device, Launched
+from fake_cuda import B200, H100, Launched
 from interpreted_cuda import MAPPED, InterpretingDriver
 from numpy.typing import NDArray
 from stages import copied
@@ -46,6 +46,7 @@ from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.quantizing import QuantSettings, quantize
 from octavo.compiler.target import Target, load_target
 from octavo.runtime.batch import Batch
+from octavo.runtime.cuda import Device
 from octavo.runtime.cuda_runner import CudaRunner
 
 PAGE_SIZE, VOCAB, NUM_PAGES, MAX_LEN = 16, 96, 12, 128
@@ -235,6 +236,7 @@ class Eager(fx.Interpreter):
 
     def inputs(self) -> Iterator[Tensor]:
         given = {name: torch.from_numpy(array.copy()) for name, array in self.step.batch.inputs.items()}
+        assert isinstance(self.module, GraphModule)
         for node in self.module.graph.find_nodes(op="placeholder"):
             value = node.meta["val"]
             if node.name in given:
