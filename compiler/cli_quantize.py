@@ -47,8 +47,8 @@ def quantize(
 
     Tensors are read, quantised and written one after another, so a model larger than memory is converted too.
     Products that read one input (q, k, v; gate, up) share one outer scale. Logits, embeddings, routers, norms and
-    draft heads stay as they are, and so do inputs: DST has NVFP4 weights and 16-bit activations. Engines that read
-    either layout load it, and so does `octavo compile DST`. DST appears when it is complete.
+    draft heads stay as they are, and so do inputs: DST has NVFP4 weights and 16-bit activations. Engines that
+    read either layout load it. DST appears when it is complete.
     """
     with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.quantize import run

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from octavo.compiler.checkpoints.checkpoint import Checkpoint, is_quantized
+from octavo.compiler.checkpoints.given import values_of
 from octavo.compiler.errors import MissingDependencyError, OctavoError, OptionError
 
 DEMO = "demo"
@@ -20,14 +24,20 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and, where its files hold one, its tokenizer."""
+    """A model and, where its files hold them, its tokenizer and its quantised weights.
+
+    checkpoint  whose decoded values the model holds; checkpoints/given.py makes products of its bytes
+    """
 
     model: nn.Module
     tokenizer: Any = None
+    checkpoint: Checkpoint | None = None
 
 
 def load_model(name: str, progress: Progress | None = None) -> LoadedModel:
     """`demo`, a Hugging Face directory, a .gguf file, or `file.py:function` that returns the module.
+
+    A directory may hold quantised weights, in the layout of ModelOpt or compressed-tensors, or MXFP4.
 
     Raises OptionError for a name that is none of these or files that do not load, MissingDependencyError
     without the library that it needs.
@@ -89,13 +99,36 @@ def _from_gguf(path: Path, progress: Progress | None) -> LoadedModel:
 def _from_directory(path: Path) -> LoadedModel:
     library = _transformers()
     has_tokenizer = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
-    tokenizer = None
+    tokenizer = checkpoint = None
     with _loading(str(path)):
-        model = library.AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
+        if is_quantized(path):
+            checkpoint = Checkpoint(path)
+            model = _decoded_model(library, checkpoint)
+            warnings.warn(
+                f"{path}: its quantised weights are decoded, and products multiply the plain values",
+                stacklevel=2,
+            )
+        else:
+            model = library.AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
         if has_tokenizer:
             tokenizer = library.AutoTokenizer.from_pretrained(path, local_files_only=True)
     model.config.name_or_path = path.resolve().name
-    return LoadedModel(model.eval(), tokenizer)
+    return LoadedModel(model.eval(), tokenizer, checkpoint)
+
+
+def _decoded_model(library: Any, checkpoint: Checkpoint) -> Any:
+    """The model with the values that its quantised weights stand for, without transformers' own quantisers."""
+    config = library.AutoConfig.from_pretrained(checkpoint.directory, local_files_only=True)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    dtype = config.dtype or checkpoint.plain_dtype()
+    with torch.device("meta"):
+        kind = type(library.AutoModelForCausalLM.from_config(config))
+    model = kind.from_pretrained(None, config=config, state_dict=values_of(checkpoint, dtype), dtype=dtype)
+    if (checkpoint.directory / "generation_config.json").is_file():
+        model.generation_config = library.GenerationConfig.from_pretrained(checkpoint.directory)
+    return model
 
 
 @contextmanager

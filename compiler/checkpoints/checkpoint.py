@@ -60,6 +60,11 @@ class Checkpoint:
             if name not in taken and not name.endswith(PAGE_SCALES):
                 yield name
 
+    def plain_dtype(self) -> torch.dtype:
+        """Of the values that are not quantised."""
+        floats = (self.shards.dtype(name) for name in self.plain())
+        return next((dtype for dtype in floats if dtype.is_floating_point), torch.bfloat16)
+
     def read(self, module: str) -> StoredWeight:
         """A module's weight, checked. What the checks noted is in `notes`."""
         if self.scheme.layout == "mxfp4":
@@ -70,6 +75,15 @@ class Checkpoint:
             weight = library.read(module, tensors, self.groups[module])
         self.notes += [note for note in check_weight(weight) if note not in self.notes]
         return weight
+
+    def input_scale(self, module: str) -> float:
+        """Outer scale of what a weight is multiplied with, in decode form."""
+        library = modelopt if self.scheme.layout == "modelopt" else compressed
+        tensors = {end: self.shards[f"{module}.{end}"] for end in self._ends[module]}
+        scale = library.read(module, tensors, self.groups[module]).input_scale
+        assert scale is not None, f"{module} has no static scale"
+        check_scale(f"{module}.input_scale", scale)
+        return float(scale)
 
     def multipliers(self, attention: str) -> tuple[float, float]:
         """Outer scales of the keys and values of an attention, as the files have them; 1 where they have none."""
