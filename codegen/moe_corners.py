@@ -1,6 +1,7 @@
 """Corners of the kernels of mixtures of experts: layers that models have, and edges of what the templates take."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from octavo.codegen.corner import Corner, never
@@ -44,16 +45,15 @@ ROUTERS = {
 
 def _products(layer: Experts, scheme: str, tile: int, target: Target) -> KernelSpec:
     places = Places("T", layer.experts, layer.top_k, tile)
-    return in_order(
-        *(product_spec(product, scheme, target) for product in products(layer, places, scheme, "rows"))
-    )
+    return in_order(*(product_spec(product, scheme, target) for product in products(layer, places, scheme)))
 
 
 def _grouped() -> Iterator[Corner]:
-    """Both products of every layer, with tall tiles and with short ones."""
+    """Both products of every layer, with tall tiles and with short ones; FP8 as it is quantised, by row."""
     for scheme, tall in TILES.items():
         refuse = refuse_nvfp4 if scheme == "nvfp4" else never
-        for name, layer in LAYERS.items():
+        for name, one in LAYERS.items():
+            layer = replace(one, by_row=scheme == "fp8" and name != "tiny")
             for word, tile in (("many", tall), ("few", FEW_TILE)):
                 yield Corner(f"moe {scheme} {word} {name}", partial(_products, layer, scheme, tile), refuse)
 

@@ -73,6 +73,8 @@ class Grouped:
     x, weight, out  names of arguments; their scales have the same with _scale behind it, alphas _alpha, biases _bias
     n               rows of w of an expert: with a unit two for each column of y, gate and up in turn
     bias            its dtype, empty without one
+    by_row          an alpha for every row of w, not for every expert (with a unit: for its gates and for its ups)
+    rounded         dtype to which the unit's result is rounded before it is quantised; empty for fp32
     """
 
     places: Places
@@ -83,6 +85,8 @@ class Grouped:
     k: int
     unit: Unit | None = None
     bias: str = ""
+    by_row: bool = False
+    rounded: str = ""
 
     @property
     def width(self) -> int:
@@ -111,6 +115,7 @@ class Experts:
     """A mixture of experts whose weights are quantised: tokens (count, hidden) to tokens, top_k experts each.
 
     bias    dtype of the biases of both products, empty without; shared: an addend, the shared expert's result
+    by_row  alphas of both products are for every row
     """
 
     count: Dim
@@ -122,6 +127,7 @@ class Experts:
     unit: Unit = Unit()
     bias: str = ""
     shared: bool = False
+    by_row: bool = False
 
     @property
     def limit(self) -> int:

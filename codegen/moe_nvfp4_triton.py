@@ -64,7 +64,8 @@ def nvfp4_many_spec(product: Grouped, target: Target, block_n: int = 0) -> Kerne
         if product.unit
         else (tiles(product.out, "bf16", (places.rows, product.n), (block_m, block_n // 4)),)
     )
-    base = _spec(product, "moe_nvfp4", {"warp_specialize": is_specialised}, numbers)
+    text: dict[str, Param] = {"warp_specialize": is_specialised, "rounded": product.rounded}
+    base = _spec(product, "moe_nvfp4", text, numbers)
     spec = replace(
         base,
         args=(
@@ -93,7 +94,7 @@ def nvfp4_few_spec(product: Grouped, target: Target) -> KernelSpec:
     numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages}
     places, k = product.places, product.k
     spec = replace(
-        _spec(product, "moe_nvfp4_few", {}, numbers),
+        _spec(product, "moe_nvfp4_few", {"rounded": product.rounded}, numbers),
         args=(
             tiles(product.x, "u8", (places.rows, k // 2), (block_m, block_k // 2)),
             pointer(f"{product.x}_scale", "fp8"),
@@ -116,7 +117,7 @@ def fp8_many_spec(product: Grouped, target: Target) -> KernelSpec:
     numbers = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_PROGRAMS": programs}
     places, part = product.places, block_n // (4 if product.unit else 2)
     spec = replace(
-        _spec(product, "moe_fp8", {"warp_specialize": is_specialised}, numbers),
+        _spec(product, "moe_fp8", {"warp_specialize": is_specialised, "by_row": product.by_row}, numbers),
         args=(
             tiles(product.x, "fp8", (places.rows, product.k), (block_m, block_k)),
             pointer(f"{product.x}_scale", "fp32"),
@@ -145,8 +146,9 @@ def few_spec(
         "HW": has_fp4_conversion(target),
     }  # fmt: skip
     places, is_fp8 = product.places, kind == "fp8"
+    text: dict[str, Param] = {"weights": kind, "out_dtype": out_dtype, "by_row": product.by_row}
     spec = replace(
-        _spec(product, "moe_few", {"weights": kind, "out_dtype": out_dtype}, numbers),
+        _spec(product, "moe_few", text, numbers),
         args=(
             tiles(product.x, "fp8" if is_fp8 else "fp16", (places.rows, product.k), (block_m, block_k)),
             *((pointer(f"{product.x}_scale", "fp32"),) if is_fp8 else ()),

@@ -5,6 +5,7 @@ Arguments, for E experts, hidden H and intermediate I:
     gate_up (E * 2 I, H), rows 2 j and 2 j + 1 of an expert being gate j and up j; gate_up_alpha (E, 2) fp32, the gate's
     and the up's; gate_up_bias (E, 2 I), the gates' before the ups'
     down (E * H, I); down_alpha (E,) fp32; down_bias (E, H)
+    by row: gate_up_alpha (E, 2 I), the gates' before the ups', and down_alpha (E, H)
 NVFP4 weights are codes; their scales are in the 128 x 4 layout, every expert's rows padded to 128.
 An alpha is what sums are multiplied by: the outer scale of the weight, with NVFP4 rows times that of the rows.
 NVFP4 rows: x_outer (1,) and hidden_outer (E,) fp32 are their outer scales, static, so that no token depends on another.
@@ -31,26 +32,23 @@ def experts_spec(layer: Experts, scheme: str, target: Target) -> KernelSpec:
     nvfp4: both NVFP4; fp8: both FP8, rows with a scale of their own; weight_only: NVFP4 weights, fp16 rows.
     """
     launches: list[KernelSpec] = []
-    scratch: Scratch = _tables(layer)
-    for places in (layer.places(FEW_TILE), layer.places(_tall(scheme))):
-        is_few = places.tile == FEW_TILE
-        when = f"{places.pairs} {'<=' if is_few else '>'} {layer.limit}"
-        tag = "few" if is_few else "many"
-        chain = _chain(layer, scheme, places, tag, target)
+    for tile in (FEW_TILE, _tall(scheme)):
+        places = layer.places(tile)
+        when = f"{places.pairs} {'<=' if tile == FEW_TILE else '>'} {layer.limit}"
+        chain = _chain(layer, scheme, places, target)
         launches += [replace(spec, when=f"{spec.when} and {when}" if spec.when else when) for spec in chain]
-        scratch += _rows(layer, scheme, places, tag)
-    return in_order(replace(launches[0], scratch=scratch), *launches[1:])
+    return in_order(replace(launches[0], scratch=_scratch(layer, scheme)), *launches[1:])
 
 
 def _tall(scheme: str) -> int:
     return WEIGHT_ONLY_TILE if scheme == "weight_only" else MANY_TILE
 
 
-def _chain(layer: Experts, scheme: str, places: Places, tag: str, target: Target) -> list[KernelSpec]:
+def _chain(layer: Experts, scheme: str, places: Places, target: Target) -> list[KernelSpec]:
     """The launches with tiles of one height."""
     kind = "fp16" if scheme == "weight_only" else scheme
-    x = quantize_rows_spec(places, kind, layer.hidden, layer.dtype, "x", f"rows_{tag}", target)
-    gate_up, down = products(layer, places, scheme, tag)
+    x = quantize_rows_spec(places, kind, layer.hidden, layer.dtype, "x", "rows", target)
+    gate_up, down = products(layer, places, scheme)
     between = []
     if scheme == "fp8":
         source, rows = gate_up.out, down.x
@@ -65,15 +63,14 @@ def _chain(layer: Experts, scheme: str, places: Places, tag: str, target: Target
     ]  # fmt: skip
 
 
-def products(layer: Experts, places: Places, scheme: str, tag: str) -> tuple[Grouped, Grouped]:
+def products(layer: Experts, places: Places, scheme: str) -> tuple[Grouped, Grouped]:
     """Both products. Of FP8 the first one's result is bf16, and is quantised by a launch of its own."""
-    hidden = f"hidden_{tag}"
-    first = f"wide_{tag}" if scheme == "fp8" else hidden
-    n, k = 2 * layer.intermediate, layer.hidden
-    return (
-        Grouped(places, f"rows_{tag}", "gate_up", first, n, k, layer.unit, layer.bias),
-        Grouped(places, hidden, "down", f"parts_{tag}", layer.hidden, layer.intermediate, None, layer.bias),
-    )
+    first = "wide" if scheme == "fp8" else "hidden"
+    width, inner, rounded = layer.hidden, layer.intermediate, "" if layer.dtype == "fp32" else layer.dtype
+    gate_up = Grouped(
+        places, "rows", "gate_up", first, 2 * inner, width, layer.unit, layer.bias, layer.by_row, rounded
+    )  # fmt: skip
+    return gate_up, Grouped(places, "hidden", "down", "parts", width, inner, None, layer.bias, layer.by_row)
 
 
 def product_spec(product: Grouped, scheme: str, target: Target) -> KernelSpec:
@@ -86,25 +83,22 @@ def product_spec(product: Grouped, scheme: str, target: Target) -> KernelSpec:
     return few_spec(product, "nvfp4", target, product.places.tile, out_dtype)
 
 
-def _tables(layer: Experts) -> Scratch:
-    pairs = layer.places(FEW_TILE).pairs
-    return (
+def _scratch(layer: Experts, scheme: str) -> Scratch:
+    """Tables, and rows in the order by expert: of x, of the hidden state, and of the result.
+
+    Tall tiles may leave more rows empty than short ones, so what they take suffices for both.
+    """
+    pairs, rows = layer.places(FEW_TILE).pairs, layer.places(_tall(scheme)).rows
+    found: Scratch = (
         ("place", "i32", (pairs,)), ("tile_expert", "i32", (pairs,)), ("num_tiles", "i32", (1,)),
         ("counts", "i32", (f"({pairs} + 1023) // 1024", power_of_2(layer.experts, 32))),
+        ("parts", "bf16", (rows, layer.hidden)),
     )  # fmt: skip
-
-
-def _rows(layer: Experts, scheme: str, places: Places, tag: str) -> Scratch:
-    """Rows in the order by expert: of x, of the hidden state, and of the result."""
-    found: Scratch = ((f"parts_{tag}", "bf16", (places.rows, layer.hidden)),)
-    for name, k in ((f"rows_{tag}", layer.hidden), (f"hidden_{tag}", layer.intermediate)):
+    for name, k in (("rows", layer.hidden), ("hidden", layer.intermediate)):
         if scheme == "nvfp4":
-            scales = scale_bytes(places.rows, k)
-            found += ((name, "u8", (places.rows, k // 2)), (f"{name}_scale", "fp8", (scales,)))
+            found += ((name, "u8", (rows, k // 2)), (f"{name}_scale", "fp8", (scale_bytes(rows, k),)))
         elif scheme == "fp8":
-            found += ((name, "fp8", (places.rows, k)), (f"{name}_scale", "fp32", (places.rows,)))
+            found += ((name, "fp8", (rows, k)), (f"{name}_scale", "fp32", (rows,)))
         else:
-            found += ((name, "fp16", (places.rows, k)),)
-    if scheme == "fp8":
-        found += ((f"wide_{tag}", "bf16", (places.rows, layer.intermediate)),)
-    return found
+            found += ((name, "fp16", (rows, k)),)
+    return (*found, ("wide", "bf16", (rows, layer.intermediate))) if scheme == "fp8" else found

@@ -13,6 +13,7 @@ from octavo.codegen import (
     pages_triton,
     quantized_cpp,
     quantized_moe_cpp,
+    quantized_moe_rows_triton,
     quantized_rows_triton,
     rows_cpp,
     rows_triton,
@@ -30,7 +31,11 @@ TABLE: dict[Family, tuple[Row, ...]] = {
     + mla_cpp.ROWS
     + quantized_cpp.ROWS
     + quantized_moe_cpp.ROWS,
-    "triton": rows_triton.ROWS + pages_triton.ROWS + mla_rows_triton.ROWS + quantized_rows_triton.ROWS,
+    "triton": rows_triton.ROWS
+    + pages_triton.ROWS
+    + mla_rows_triton.ROWS
+    + quantized_rows_triton.ROWS
+    + quantized_moe_rows_triton.ROWS,
 }
 
 

@@ -69,14 +69,15 @@ def test_launches_of_few_and_of_many_pairs() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("tokens", [1, 1024, 1025, 8192])
-def test_scratch_and_tensor_maps_have_the_same_sizes(scheme: str, tokens: int) -> None:
+def test_tensor_maps_lie_within_the_scratch(scheme: str, tokens: int) -> None:
     spec, dims = experts_spec(LAYERS["deepseek"], scheme, B200), {"T": tokens}
     held = {name: [evaluate(size, dims) for size in shape] for name, _, shape in spec.scratch}
     for kernel in spec.launches:
         for arg in kernel.args:
             if arg.kind == "descriptor" and arg.name in held and holds(kernel.when, dims):
                 sizes = [evaluate(size, dims) for size in arg.shape]
-                assert product(sizes) == product(held[arg.name]), arg.name
+                assert product(sizes) <= product(held[arg.name]), arg.name
+                assert tokens <= 1024 or product(sizes) == product(held[arg.name]), arg.name
 
 
 def product(sizes: list[int]) -> int:
@@ -87,7 +88,7 @@ def product(sizes: list[int]) -> int:
 
 
 def test_costs_count_the_weights_of_experts_that_can_be_reached() -> None:
-    gate_up, down = products(DEEPSEEK, DEEPSEEK.places(16), "nvfp4", "few")
+    gate_up, down = products(DEEPSEEK, DEEPSEEK.places(16), "nvfp4")
     first, second = (product_spec(one, "nvfp4", B200) for one in (gate_up, down))
     for tokens, reached in ((1, 8), (31, 248), (40, 256)):
         pairs, dims = 8 * tokens, {"T": tokens}
@@ -119,7 +120,7 @@ def test_products_of_deepseek_keep_every_limit(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
     specs = []
     for tile in (128, 16):
-        gate_up, _ = products(DEEPSEEK, Places("T", 256, 8, tile), "nvfp4", "rows")
+        gate_up, _ = products(DEEPSEEK, Places("T", 256, 8, tile), "nvfp4")
         specs.append(product_spec(gate_up, "nvfp4", B200))
     for kernel in build_kernels(specs, B200):
         row = evidence_row(kernel)

@@ -7,6 +7,7 @@ launch. Inline assembly runs a model that is written here for its instruction.
 """
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -141,7 +142,9 @@ def _value(arg: Arg, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> 
     if arg.kind == "pointer":
         return tensors[arg.name]
     shape = [evaluate(size, dims) for size in arg.shape]
-    return TensorDescriptor.from_tensor(tensors[arg.name].view(shape), list(arg.block))
+    # Scratch may be larger than what one of the launches that share it maps.
+    mapped = tensors[arg.name].flatten()[: math.prod(shape)].view(shape)
+    return TensorDescriptor.from_tensor(mapped, list(arg.block))
 
 
 def np_dtype(dtype: Any) -> Any:

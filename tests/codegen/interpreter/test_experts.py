@@ -139,7 +139,8 @@ def operands(product: Grouped, counts: list[int], tokens: int, x_kind: str, w_ki
     w_tensors, w = weights_of(places.experts, n, k, w_kind, 3)
     # results of all experts are of the order of one
     typical = (x[used[0]][None, :] * w[0]).square().sum(1).mean().sqrt() if used else torch.tensor(1.0)
-    alpha = (1.0 + torch.rand(places.experts, 2 if product.unit else 1)) / float(typical)
+    alphas = n if product.by_row else 2 if product.unit else 1
+    alpha = (1.0 + torch.rand(places.experts, alphas)) / float(typical)
     bias = torch.randn(places.experts, n).to(torch.bfloat16 if product.bias == "bf16" else torch.float32)
     tables = poisoned([evaluate(places.pairs, {"T": tokens})], "i32")
     tables[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
@@ -147,12 +148,15 @@ def operands(product: Grouped, counts: list[int], tokens: int, x_kind: str, w_ki
         **x_tensors, **w_tensors, "w_alpha": alpha.flatten(), "w_bias": bias.flatten(), "tile_expert": tables,
         "num_tiles": torch.tensor([len(owners)], dtype=torch.int32),
     }  # fmt: skip
-    # gate and up in turn, biases gates' first
-    wide = alpha.double().repeat(1, n // alpha.shape[1])
-    in_turn = (
-        bias.double().view(-1, 2, n // 2).transpose(1, 2).reshape(-1, n) if product.unit else bias.double()
-    )
-    return Operands(tensors, owners, used, x, w, wide, in_turn if product.bias else torch.zeros_like(in_turn))
+    wide = alpha.double().repeat_interleave(n // alphas, 1)
+    biases = bias.double() * bool(product.bias)
+    rows = (in_turn(numbers, product.unit is not None) for numbers in (wide, biases))
+    return Operands(tensors, owners, used, x, w, *rows)
+
+
+def in_turn(numbers: Tensor, gated: bool) -> Tensor:
+    """(experts, N), the gates' before the ups', as the rows of the weight lie."""
+    return numbers.unflatten(1, (2, -1)).transpose(1, 2).flatten(1) if gated else numbers
 
 
 def expected_of(product: Grouped, given: Operands) -> Tensor:
@@ -201,7 +205,9 @@ SHAPES = {
 def test_product(launch: Launch, kernel: str, bias: str) -> None:
     tile, x_kind, w_kind, make = KERNELS[kernel]
     counts, experts, n, k = SHAPES[kernel]
-    product = Grouped(Places("T", experts, 1, tile), "x", "w", "y", n, k, None, bias)
+    product = Grouped(
+        Places("T", experts, 1, tile), "x", "w", "y", n, k, None, bias, by_row=is_by_row(kernel, bias)
+    )
     run_product(launch, product, counts, x_kind, w_kind, make)
 
 
@@ -210,8 +216,14 @@ def test_product(launch: Launch, kernel: str, bias: str) -> None:
 def test_gated_product(launch: Launch, kernel: str, unit: Unit, bias: str) -> None:
     tile, x_kind, w_kind, make = KERNELS[kernel]
     counts, experts, _, k = SHAPES[kernel]
-    product = Grouped(Places("T", experts, 1, tile), "x", "w", "y", 160, k, unit, bias)
+    by_row = is_by_row(kernel, bias)
+    product = Grouped(Places("T", experts, 1, tile), "x", "w", "y", 160, k, unit, bias, by_row)
     run_product(launch, product, counts, x_kind, w_kind, make)
+
+
+def is_by_row(kernel: str, bias: str) -> bool:
+    """Alphas of every row, once of each kernel that reads them."""
+    return bool(bias) and not kernel.startswith("nvfp4")
 
 
 def run_product(
@@ -245,7 +257,9 @@ def close(got: Tensor, expected: Tensor, unit: float) -> None:
 def test_gated_product_is_quantised(launch: Launch, kernel: str, unit: Unit, bias: str) -> None:
     tile, _, _, make = KERNELS[kernel]
     counts, experts, _, k = SHAPES[kernel]
-    product = Grouped(Places("T", experts, 1, tile), "x", "w", "y", 384, k, unit, bias)
+    product = Grouped(
+        Places("T", experts, 1, tile), "x", "w", "y", 384, k, unit, bias, rounded="bf16" if bias else ""
+    )
     tokens, width = sum(counts), product.width
     given, spec = operands(product, counts, tokens, "nvfp4", "nvfp4"), make(product)
     expected = expected_of(product, given)
@@ -257,7 +271,8 @@ def test_gated_product_is_quantised(launch: Launch, kernel: str, unit: Unit, bia
     different = 0
     for row in given.used:
         e = float(outer[given.owners[row // tile]])
-        wanted = nvfp4.dequantize(*nvfp4.quantize(expected[row][None].float(), e), e)[0]
+        h = expected[row].bfloat16() if product.rounded else expected[row]
+        wanted = nvfp4.dequantize(*nvfp4.quantize(h[None].float(), e), e)[0]
         got = nvfp4.dequantize(codes[row][None], linear[row][None], e)[0]
         # sums in another order may cross to the next code or scale
         different += int((got != wanted).sum())
@@ -302,7 +317,9 @@ def test_sum_over_places(launch: Launch, assert_rounds_to: Check, weighted: bool
 LAYER = Experts("T", "bf16", 2, 2, 128, 64, shared=True)
 LAYERS = {
     "nvfp4": LAYER,
-    "fp8": replace(LAYER, dtype="fp32", shared=False, hidden=80, intermediate=48, unit=OAI, bias="fp32"),
+    "fp8": replace(
+        LAYER, dtype="fp32", shared=False, hidden=80, intermediate=48, unit=OAI, bias="fp32", by_row=True
+    ),
     "weight_only": replace(LAYER, hidden=192, unit=Unit(1.5), bias="bf16"),
 }
 
@@ -323,11 +340,12 @@ def test_mixture_of_experts(launch: Launch, scheme: str, tokens: int) -> None:
     ):
         found, wide = weights_of(e, n, k, kind, seed)
         tensors |= {key.replace("w", name, 1): value for key, value in found.items()}
+        columns = n if layer.by_row else columns
         alpha = (torch.rand(e, columns) + 1.0) / float(wide.square().mean().sqrt() * k**0.5)
         bias = torch.randn(e, n).to(torch.bfloat16 if layer.bias == "bf16" else torch.float32)
         tensors |= {f"{name}_alpha": alpha.flatten(), f"{name}_bias": bias.flatten()}
         values[name] = (
-            wide * alpha.double().repeat(1, n // columns)[:, :, None],
+            wide * in_turn(alpha.double().repeat_interleave(n // columns, 1), name == "gate_up")[:, :, None],
             bias.double() * bool(layer.bias),
         )
     x_outer, hidden_outer = float(x.abs().max()) / 2688, torch.rand(e) * 0.001 + 0.002
@@ -349,6 +367,7 @@ def test_mixture_of_experts(launch: Launch, scheme: str, tokens: int) -> None:
             (gate_up, b_1), (down, b_2) = values["gate_up"], values["down"]
             wide = gate_up[own] @ row
             h = unit_of(wide[0::2] + b_1[own, :inner], wide[1::2] + b_1[own, inner:], layer.unit)
+            h = h.bfloat16().double() if layer.dtype == "bf16" and scheme == "nvfp4" else h
             h = rounded(h, scheme, float(hidden_outer[own]))
             expected[token] += tensors["weights"][token, slot].double() * (down[own] @ h + b_2[own])
     # a code that rounds the other way changes an element of the hidden state by a step
