@@ -97,7 +97,10 @@ def with_quantized_inputs(model: Any, checkpoint: Checkpoint) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("preset", ["NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    "preset",
+    ["NVFP4", "FP8_DYNAMIC", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NVFP4A16", "FP8"))],
+)
 def test_bytes_are_kept_and_logits_are_those_of_the_format(tmp_path: Path, preset: str) -> None:
     path = compressed_tensors_llama(tmp_path, preset)
     one, files = lowered(path), load_file(path / "model.safetensors")

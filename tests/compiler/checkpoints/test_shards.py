@@ -68,7 +68,9 @@ def test_a_tensor_is_mapped_alone_and_only_while_it_is_used(tmp_path: Path) -> N
     save_file({"a": torch.zeros(2**20), "b": torch.ones(2**20)}, tmp_path / SINGLE)
 
     def mapped_bytes() -> int:
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if SINGLE in line]
+        lines = [
+            line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+        ]
         return sum(int(end, 16) - int(start, 16) for start, end in (line[0].split("-") for line in lines))
 
     shards = Shards(tmp_path)
