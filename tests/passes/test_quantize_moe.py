@@ -41,9 +41,11 @@ def by_expert(name: str, weight: Tensor, format: Format) -> QuantizedWeight:
     return QuantizedWeight(*nvfp4.quantize(weight, outer[:, None, None]), outer)
 
 
-def plan_of(graph_module: GraphModule, format: Format, *scales: float) -> PrecisionPlan:
+def plan_of(
+    graph_module: GraphModule, format: Format, x: float | None = None, hidden: float | None = None
+) -> PrecisionPlan:
     stacks = [weights_of(node)[0] for node in calls(graph_module, MOE)]
-    return PrecisionPlan({str(stack.target): ProductPrecision(format, *scales) for stack in stacks})
+    return PrecisionPlan({str(stack.target): ProductPrecision(format, x, hidden) for stack in stacks})
 
 
 def weights_of(node: Node) -> tuple[Node, Node]:

@@ -150,8 +150,8 @@ def operands(product: Grouped, counts: list[int], tokens: int, x_kind: str, w_ki
     }  # fmt: skip
     wide = alpha.double().repeat_interleave(n // alphas, 1)
     biases = bias.double() * bool(product.bias)
-    rows = (in_turn(numbers, product.unit is not None) for numbers in (wide, biases))
-    return Operands(tensors, owners, used, x, w, *rows)
+    gated = product.unit is not None
+    return Operands(tensors, owners, used, x, w, in_turn(wide, gated), in_turn(biases, gated))
 
 
 def in_turn(numbers: Tensor, gated: bool) -> Tensor:
