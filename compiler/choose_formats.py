@@ -35,6 +35,8 @@ octavo = torch.ops.octavo
 WRITES = (octavo.kv_write.default, octavo.rope_kv_write.default, octavo.latent_write.default)
 # A measured KL above the budget: the next try asks for this share of what would be enough if KL just added up.
 TIGHTER, MOST_TRIES = 0.85, 8
+# Of the budget: sums of the passes' own graph are in another order.
+NEARLY = 0.99
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def choose_formats(
     while len(tries) < MOST_TRIES:
         formats = within_kl(rows, budget)
         tries.append(trial.kl(_choices(rows, formats)))
-        if tries[-1] <= config.kl:
+        if tries[-1] <= NEARLY * config.kl:
             return _chosen(rows, formats, tries)
         if set(formats.values()) == {"bf16"}:
             break
@@ -77,8 +79,7 @@ def choose_formats(
         budget = expected * TIGHTER * config.kl / tries[-1]
     raise OptionError(
         f"kl: expected at most {config.kl:g} nats a token, got {tries[-1]:.3g} with {average_bits(rows, formats):.2f} "
-        f"bits after {len(tries)} tries; ask for more"
-        + (', or for kv="bf16"' if config.kv != "bf16" else "")
+        f"bits after {len(tries)} tries; ask for more" + (', or for kv="bf16"' if config.kv != "bf16" else "")
     )
 
 

@@ -110,12 +110,16 @@ PIPELINE: tuple[Step, ...] = (
 
 @dataclass
 class Lowered:
-    """The graph of kernel ops and what every pass did."""
+    """The graph of kernel ops and what every pass did.
+
+    precision  of a graph that was quantised: what compiler/precision_report.py says
+    """
 
     graph_module: GraphModule
     reports: list[PassReport] = field(default_factory=list)
     num_layers: int = 0
     proof_s: float = 0.0
+    precision: dict[str, Any] = field(default_factory=dict)
 
 
 Progress = Callable[[str, int, int], None]

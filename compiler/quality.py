@@ -38,11 +38,10 @@ class Distribution:
     def __init__(self, logits: Tensor) -> None:
         self.logs = logits.log_softmax(-1)
         self.best = logits.argmax(-1)
-        self.shares = self.logs.exp()
 
     def kl(self, logits: Tensor) -> Tensor:
         """Divergence from this to those of other logits, by token (tokens,), in nats, fp64."""
-        terms = self.shares * (self.logs - logits.log_softmax(-1))
+        terms = self.logs.exp() * (self.logs - logits.log_softmax(-1))
         return terms.sum(-1, dtype=torch.float64).clamp(min=0.0)
 
     def compare(self, logits: Tensor) -> Quality:

@@ -115,10 +115,10 @@ def _measure(
     for format in (one for one in FORMATS if not holds(product, one)):
         precision = precision_of(product, Choice(format, ""), config, observed)
         row.sqnr_weight[format], replacement = _replacement(graph_module, product, precision, quantizer)
-        row.sqnr_input[format] = _decibels(x, fake(x, format, _scale(precision.input_scale)))
+        row.sqnr_input[format] = decibels(x, fake(x, format, scale_of(precision.input_scale)))
         result = replacement(x, *rest)
         errors[format] = float((result.double() - exact).square().sum())
-        row.sqnr_output[format] = _decibels(exact, result)
+        row.sqnr_output[format] = decibels(exact, result)
         if not row.kl:
             replaced = {**dict.fromkeys(product.nodes, replacement), node: lambda *_, made=result: made}
             row.kl[format] = float(reference.kl(replay.again(node, replaced)).mean())
@@ -127,7 +127,7 @@ def _measure(
             row.kl[format] = row.kl[first] * (errors[format] / errors[first] if errors[first] else 0.0)
         if format == "nvfp4":
             row.subnormal, row.lost = underflow(x, precision.input_scale)
-    _look_at(row, observed)
+    look_at_calibration(row, observed)
     return row
 
 
@@ -159,7 +159,7 @@ def replacement_of(product: Product, precision: ProductPrecision, values: Sequen
     format = precision.format
 
     def linear(x: Tensor, _: Tensor, bias: Tensor | None = None) -> Tensor:
-        given = fake(x, format, _scale(precision.input_scale))
+        given = fake(x, format, scale_of(precision.input_scale))
         wide = torch.nn.functional.linear(given, values[0], None if bias is None else bias.float())
         return wide.to(x.dtype)
 
@@ -168,9 +168,9 @@ def replacement_of(product: Product, precision: ProductPrecision, values: Sequen
         down_bias: Tensor | None, activation: str, limit: float, alpha: float,
     ) -> Tensor:  # fmt: skip
         ones = torch.ones(len(gate_up), 1)
-        hidden = _scale(precision.hidden_scale)
+        hidden = scale_of(precision.hidden_scale)
         mix = Mix(
-            Half(lambda e: values[0][e], ones, gate_up_bias, _scale(precision.input_scale)),
+            Half(lambda e: values[0][e], ones, gate_up_bias, scale_of(precision.input_scale)),
             Half(
                 lambda e: values[1][e], ones, down_bias, None if hidden is None else hidden.expand(len(down))
             ),
@@ -181,7 +181,7 @@ def replacement_of(product: Product, precision: ProductPrecision, values: Sequen
     return moe if product.kind == "moe" else linear
 
 
-def _scale(value: float | None) -> Tensor | None:
+def scale_of(value: float | None) -> Tensor | None:
     return None if value is None else torch.tensor(value, dtype=torch.float32)
 
 
@@ -202,7 +202,7 @@ def fake(x: Tensor, format: Format, outer: Tensor | None) -> Tensor:
     return nvfp4.dequantize(codes, scales[0], step) if format == "nvfp4" else codes.float() * step
 
 
-def _decibels(exact: Tensor, other: Tensor) -> float:
+def decibels(exact: Tensor, other: Tensor) -> float:
     signal, noise = exact.double().square().sum(), (exact.double() - other.double()).square().sum()
     return _ratio(float(signal), float(noise))
 
@@ -221,7 +221,8 @@ def underflow(x: Tensor, scale: float | None) -> tuple[float, float]:
     return float((scaled < SUBNORMAL).double().mean()), float((scaled < LOST).double().mean())
 
 
-def _look_at(row: Sensitivity, observed: Observed) -> None:
+def look_at_calibration(row: Sensitivity, observed: Observed) -> None:
+    """Fill in spread and growth of the input."""
     seen = observed.products.get(row.name)
     if seen is None or not seen.amax:
         return

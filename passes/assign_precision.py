@@ -51,7 +51,8 @@ def assign_precision(
         if precision.format == "bf16":
             report.reject(product.nodes[0], precision.reason)
     for one in pages:
-        plan.pages.setdefault(one.number, _page_precision(one, config, observed))
+        if one.number not in plan.pages:
+            plan.pages[one.number] = _page_precision(one, config, observed)
         if config.kv != "bf16" and plan.pages[one.number].format == "bf16":
             report.reject(one.node, plan.pages[one.number].reason)
     formats = [plan.products[product.name].format for product in products]

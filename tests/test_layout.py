@@ -26,7 +26,9 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.version": 1,
     "octavo.compiler.errors": 1,
     "octavo.compiler.options": 1,
+    "octavo.compiler.quant_options": 1,
     "octavo.compiler.target": 1,
+    "octavo.compiler.target_formats": 1,
     "octavo.compiler.expression": 1,
     "octavo.compiler.host": 1,
     "octavo.compiler.program": 1,
@@ -75,6 +77,9 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.huggingface_experts": 6,
     "octavo.compiler.fresh_inputs": 6,
     "octavo.compiler.calibration": 6,
+    "octavo.compiler.calibration_data": 6,
+    "octavo.compiler.graph_model": 6,
+    "octavo.compiler.quantize_model": 6,
     "octavo.compiler.verify": 6,
     "octavo.compiler.reduced_sizes": 6,
     "octavo.compiler.quantized_values": 6,
@@ -95,6 +100,9 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.build": 6,
     "octavo.compiler.report": 6,
     "octavo.compiler.roofline": 2,
+    "octavo.compiler.precision_plot": 2,
+    "octavo.compiler.precision_table": 6,
+    "octavo.compiler.precision_report": 6,
     "octavo.compiler.backend": 6,
     "octavo.compiler.backend_execute": 6,
     "octavo.compiler.backend_outputs": 6,
@@ -119,6 +127,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.cli": 8,
     "octavo.compiler.cli_app": 8,
     "octavo.compiler.cli_kernels": 8,
+    "octavo.compiler.cli_precision": 8,
     "octavo.compiler.cli_quantize": 8,
 }
 
@@ -142,6 +151,7 @@ LAZY_IMPORTS = {
     "compiler/cli_kernels.py": "as compiler/cli.py",
     "compiler/cli_quantize.py": "as compiler/cli.py",
     "compiler/roofline.py": "matplotlib is the plot extra",
+    "compiler/precision_plot.py": "as compiler/roofline.py",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 

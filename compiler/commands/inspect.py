@@ -1,6 +1,8 @@
 """`octavo inspect`: what an artifact holds, read without torch."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,23 +10,50 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from octavo.compiler.artifact import Artifact
+from octavo.compiler.errors import OptionError
 from octavo.compiler.expression import evaluate
+from octavo.compiler.precision_plot import draw_precision
+from octavo.compiler.precision_table import precision_tables
 from octavo.compiler.report import Report, plain_table, size_text, titled
 from octavo.runtime.model_runner import page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
 
 
-def show_artifact(path: Path, as_json: bool) -> None:
-    """Opening checks every file against its hash, so whatever is shown here was verified."""
+def show_artifact(path: Path, as_json: bool, plot: Path | None = None) -> None:
+    """Opening checks every file against its hash, so whatever is shown here was verified.
+
+    plot  where to draw the formats of a quantised artifact
+    """
     artifact = Artifact.open(path)
     facts = artifact_facts(artifact)
+    precision = Report.of(artifact).data.get("precision")
+    if plot is not None:
+        if precision is None:
+            raise OptionError("--plot: expected a quantised artifact, got one in the model's dtype")
+        draw_precision(
+            plot, precision, f"{artifact.manifest['model']['name']} for {artifact.manifest['target']}"
+        )
     if as_json:
-        print(json.dumps({**facts, "files": artifact.manifest["files"]}, indent=1))
+        files = artifact.manifest["files"]
+        print(
+            json.dumps(
+                {
+                    **facts,
+                    **({"precision": precision} if precision else {}),
+                    "weight_types": artifact.types(),
+                    "files": files,
+                },
+                indent=1,
+            )
+        )
         return
     console = Console(highlight=False)
     for title, pairs in facts.items():
         console.print(_pairs(title, pairs))
+        console.print()
+    for table in precision_tables(precision) if precision else ():
+        console.print(table)
         console.print()
     console.print(_files(artifact))
 
@@ -38,10 +67,14 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
         "artifact": {
             "path": str(artifact.path),
             **{name: value for name, value in manifest.items() if name not in IN_OTHER_PARTS},
-            **manifest["provenance"],
+            **{name: value for name, value in manifest["provenance"].items() if name != "quantization"},
         },
+        **_quantization(manifest["provenance"].get("quantization")),
+        **_types(artifact.types()),
         "model": dict(manifest["model"]),
-        "options": dict(manifest["options"]),
+        "options": {
+            name: value for name, value in manifest["options"].items() if not isinstance(value, dict)
+        },
         "program": {
             "launches": len(program.steps),
             "kernels": len({step.kernel for step in program.steps}),
@@ -59,6 +92,21 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
             "token_without_reuse": plan["naive"],
         },
     }
+
+
+def _quantization(provenance: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """How it was quantised; formats have a table of their own."""
+    if provenance is None:
+        return {}
+    facts = {**provenance["config"], **provenance, **(provenance["calibration"] or {})}
+    return {"quantization": {k: v for k, v in facts.items() if k not in ("config", "calibration", "plan")}}
+
+
+def _types(types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """How many weights are codes of each type, their shapes left out."""
+    codes = [text.partition(": ")[2] for text in types.values() if text.startswith("codes of ")]
+    found = Counter(re.sub(r"\[.*?\]", "", kind) for kind in codes)
+    return {"types": dict(sorted(found.items()))} if found else {}
 
 
 def _pairs(title: str, pairs: Mapping[str, Any]) -> RenderableType:

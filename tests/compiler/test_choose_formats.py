@@ -111,7 +111,7 @@ def test_formats_are_raised_until_the_measured_kl_is_within_the_budget() -> None
         choose_formats_kl({n: c.format for n, c in found.choices.items()}), rel=1e-2
     )
     assert 4.5 < found.bits < 12
-    assert all(kl > 0.3 * most for kl in found.tries[:-1])
+    assert all(kl > 0.29 * most for kl in found.tries[:-1])
 
 
 def choose_formats_kl(formats: dict[str, Format], kv: Any = "bf16") -> float:
