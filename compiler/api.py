@@ -1,13 +1,14 @@
 """`octavo.compile`: the straight line from a model to an artifact."""
 
 import copy
+import json
 import os
 import shutil
 import tempfile
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import nn
 
 from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
+from octavo.compiler.calibration_data import Calibration, calibration_sequences
 from octavo.compiler.capture import capture
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
+from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.meta_model import has_values
-from octavo.compiler.options import CompileOptions, DType, Verify
+from octavo.compiler.options import CompileOptions, DType, Mode, QuantConfig, Verify
 from octavo.compiler.pipeline import (
     PIPELINE,
     Lowered,
@@ -33,14 +36,20 @@ from octavo.compiler.pipeline import (
     lower,
     settings_of,
 )
+from octavo.compiler.precision import PrecisionPlan
 from octavo.compiler.progress import Bars, progress_bars
+from octavo.compiler.quant_options import needs_calibration, quant_config, uses_calibration
+from octavo.compiler.quantize_model import quantize_model, quantize_on
 from octavo.compiler.step_rows import summary
 from octavo.compiler.target import Target
+from octavo.compiler.target_formats import check_target
+from octavo.compiler.verify_quantized import prove_quantized
 from octavo.compiler.version import VERSION
-from octavo.compiler.whole_model import check_whole_model
+from octavo.compiler.whole_model import check_quantized_model, check_whole_model
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 MAX_BATCH_TOKENS = 2048
+CALIBRATION = "calibration.json"  # of a dump
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -49,6 +58,7 @@ def compile(
     dtype: DType | None = None, page_size: int | None = None, max_model_len: int | None = None,
     max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
+    quantize: Mode | QuantConfig | None = None, calibration: Calibration | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -58,6 +68,9 @@ def compile(
     tokenizer  a Hugging Face tokenizer to pack with it, so that prompts may be text
     dump_weights  write the weights beside the graphs of `dump`, so that `octavo.resume` can go on from any
     progress   show bars on standard error; None: when that is a terminal
+    quantize   "nvfp4", "nvfp4_weight_only", "fp8", "auto", or a QuantConfig, which says what each means
+    calibration  text like that which will be served, or its token ids; one or several. None: a text that comes with
+               Octavo, for which there must be a tokenizer. Some thousand tokens are enough
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
     """
@@ -70,8 +83,11 @@ def compile(
         max_batch_tokens=max_batch_tokens,
         verify=verify,
         dump=None if dump is None else Path(dump),
+        quantize=quant_config(quantize),
     )
     check_options(options)
+    if options.quantize is not None:
+        check_target(options.quantize, chosen)
     if output is not None:
         check_replaceable(output)  # now, not after a minute of work
     if not has_values(model):
@@ -85,9 +101,10 @@ def compile(
         bars("capture")("torch.export", 0, 1)
         captured = capture(source)
         settings = settings_of(captured, options, chosen.page_size)
-        job = Job(chosen, options, settings, captured.model_info, captured.route)
+        sequences = sequences_of(options.quantize, calibration, tokenizer, settings.max_model_len)
+        job = Job(chosen, options, settings, captured.model_info, captured.route, sequences=sequences)
         dumps = DumpWriter(dump_directory(options, os.environ.get("OCTAVO_DUMP")), dump_weights, job.facts())
-        dumps.write_files(tokenizer_files)
+        dumps.write_files({**tokenizer_files, **calibration_file(sequences)})
         lowered = lower(captured, options, settings, pipeline, bars("passes"), dumps)
         compiled = finish(job, lowered, dumps, bars, output, tokenizer_files, source)
     compiled.seconds = dict(bars.seconds)
@@ -96,7 +113,13 @@ def compile(
 
 @dataclass(frozen=True)
 class Job:
-    """What is compiled and how, beside the graph. provenance: of a graph that was dumped before."""
+    """What is compiled and how, beside the graph.
+
+    provenance  of a graph that was dumped before
+    sequences   of calibration tokens, where there are some
+    plan, steps_done  of a graph that was dumped between the steps that quantise: their plan, and how many were done of
+                these and the pipeline's
+    """
 
     target: Target
     options: CompileOptions
@@ -104,6 +127,9 @@ class Job:
     model_info: Mapping[str, Any]
     route: str
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    sequences: Sequence[Sequence[int]] | None = None
+    plan: PrecisionPlan | None = None
+    steps_done: int = 0
 
     def facts(self) -> dict[str, Any]:
         """What `summary.json` says of it, from which `octavo.resume` goes on."""
@@ -118,7 +144,8 @@ def finish(
     job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, output: Path | str | None,
     tokenizer_files: Mapping[str, bytes], reference: nn.Module,
 ) -> Compiled:  # fmt: skip
-    """Lowered graph -> artifact, opened, and compared with the logits of `reference`."""
+    """Lowered graph -> quantised, where that is asked for -> artifact, opened, and compared with `reference`."""
+    job = _quantized(job, lowered, dumps, bars)
     try:
         built = build(lowered.graph_module, job.target, job.settings.page_size, bars("kernels"))
     except OctavoError as error:
@@ -131,13 +158,63 @@ def finish(
     if job.options.verify == "full" and job.target.family == "cpp":
         bars("verify")("logits of the whole model", 0, 1)
         try:
-            check_whole_model(reference, compiled.artifact, compiled.runner(num_pages=64))
+            _judge(job, lowered, compiled, reference)
         except BaseException as error:
             shutil.rmtree(compiled.path)  # nobody shall find what was not proven
             if isinstance(error, OctavoError):
                 dumps.fail("verify", error)
             raise
     return compiled
+
+
+def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars) -> Job:
+    """Quantise the graph in place as the options say; the job then knows how it was done."""
+    config = job.options.quantize
+    if config is None:
+        return job
+    layout = "linear" if job.target.family == "cpp" else "swizzled_128x4"
+    prove = None if job.options.verify == "off" else prove_quantized
+    try:
+        rest = (job.sequences, job.settings.page_size, layout, bars, prove, dumps)
+        if job.plan is None:
+            reports, provenance, lowered.precision = quantize_model(lowered.graph_module, config, *rest)
+        else:
+            done = job.steps_done - len(PIPELINE)
+            reports, provenance, _ = quantize_on(lowered.graph_module, config, job.plan, done, *rest)
+    except OctavoError as error:
+        if dumps.error is None:
+            dumps.fail("quantize", error)
+        raise
+    lowered.reports += reports
+    return replace(job, provenance={**job.provenance, "quantization": provenance})
+
+
+def _judge(job: Job, lowered: Lowered, compiled: Compiled, reference: nn.Module) -> None:
+    """Logits of the artifact: as the model's, or where it is quantised, as those of the quantised graph."""
+    runner = compiled.runner(num_pages=64)
+    if job.options.quantize is None:
+        check_whole_model(reference, compiled.artifact, runner)
+    else:
+        graph = GraphModel(lowered.graph_module, job.settings.page_size)
+        check_quantized_model(reference, graph, compiled.artifact, runner)
+
+
+def sequences_of(
+    config: QuantConfig | None, calibration: Calibration | None, tokenizer: Any, max_model_len: int
+) -> list[list[int]] | None:
+    """Calibration tokens, where the configuration makes use of any. Raises OptionError where it needs some."""
+    if config is None:
+        if calibration is not None:
+            raise OptionError("calibration: expected quantize beside it, got none; nothing else reads it")
+        return None
+    if calibration is None and not uses_calibration(config):
+        return None
+    return calibration_sequences(calibration, tokenizer, max_model_len, needs_calibration(config))
+
+
+def calibration_file(sequences: Sequence[Sequence[int]] | None) -> dict[str, bytes]:
+    """What `octavo.resume` calibrates with."""
+    return {} if sequences is None else {CALIBRATION: json.dumps(sequences).encode()}
 
 
 def check_options(options: CompileOptions) -> None:
@@ -182,7 +259,8 @@ def _pack(
         "provenance": {"capture_route": job.route, "torch": torch.__version__, **job.provenance},
     }  # fmt: skip
     report = {"passes": summary([*lowered.reports, built.plan]), "kernels": built.kernels, "memory": built.plan.notes,
-              "selections": built.selections, "proof_s": lowered.proof_s}  # fmt: skip
+              "selections": built.selections, "proof_s": lowered.proof_s,
+              **({"precision": lowered.precision} if lowered.precision else {})}  # fmt: skip
     texts = {
         **dumps.texts,
         LOWERED_GRAPH.removeprefix("graph/"): print_graph(lowered.graph_module, "lowered"),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler import cli_kernels
+from octavo.compiler import cli_kernels, cli_precision, cli_quantize
 from octavo.compiler.cli_app import (
     FAILED,
     MODEL_HELP,
@@ -59,14 +59,19 @@ def compile(
     max_batch_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of one step. Default: 2048.")
     ] = None,
+    quantize: cli_precision.Quantize = None,
+    kv: cli_precision.KV = None,
+    weights: cli_precision.Weights = None,
+    bits: cli_precision.Bits = None,
+    calibration: cli_precision.Calibration = None,
+    keep: cli_precision.Keep = None,
+    include: cli_precision.Include = None,
     verify: Annotated[
         Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
     ] = Proofs.full,
     dump: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Write the graph after every pass that changed it, and the weights."
-        ),
+        typer.Option(metavar="DIR", help="Write the graph after each pass that changed it, and weights."),
     ] = None,
     dump_weights: Annotated[
         bool, typer.Option("--dump-weights/--no-dump-weights", help="--from needs them beside the graphs.")
@@ -81,17 +86,23 @@ def compile(
 
     Example: octavo compile demo --dtype bf16 -o smol.octavo --dump dumps
 
+    Example: octavo compile demo --quantize auto --bits 5 --kv fp8 --calibration chats.txt
+
     Example: $EDITOR dumps/09_fuse_rms_norm.py; octavo compile --from dumps/09_fuse_rms_norm.py
 
-    --from runs, checks and proves the passes behind the one that the file is named after, on the graph as the
-    file has it. Weights, dtype, page size and lengths are those of the dump. `octavo view` shows a dump.
+    --from runs, checks and proves the passes behind the one that the file is named after, on the graph as the file
+    has it. Weights, dtype, page size, lengths and quantisation are the dump's. `octavo view` shows a dump.
 
-    The table of passes, the table of GPU kernels and the time of each phase go to standard error. An artifact
-    that is already at the path is replaced; anything else there is left alone.
+    What is quantised first reads some thousand tokens of calibration text. Logits, routers, norms and embeddings stay
+    as they are, unless --include names their modules. The table of passes tells why others stayed.
+
+    Tables of passes and kernels and the time of each phase go to standard error. An artifact at the path is replaced;
+    anything else there is left alone.
     """
     if (model is None) == (resume_from is None):
         got = "both" if model else "neither"
         raise typer.BadParameter(f"expected MODEL or --from FILE, got {got}", param_hint="MODEL")
+    config = cli_precision.config_of(quantize, kv, weights, bits, calibration, keep, include)
     with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.compile import Choices, run
     with exit_codes(traceback):
@@ -108,6 +119,8 @@ def compile(
                 dump=dump,
                 dump_weights=dump_weights,
                 resume_from=resume_from,
+                quantize=config,
+                calibration=calibration,
             )
         )
 
@@ -158,19 +171,32 @@ def run(
 
 
 @app.command()
-def inspect(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = False) -> None:
+def inspect(
+    artifact: ArtifactPath,
+    as_json: Json = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw bits and error of every product by layer: .svg or .png."),
+    ] = None,
+    traceback: Trace = False,
+) -> None:
     """Show what is in ARTIFACT; check every file.
 
     Example: octavo inspect smol.octavo --json | jq .model
+
+    Example: octavo inspect smol-auto.octavo --plot formats.png
+
+    Of a quantised one: the format of every product, what it loses alone, and how far all together move the logits.
     """
     with exit_codes(traceback), starting():
         from octavo.compiler.commands.inspect import show_artifact
     with exit_codes(traceback):
-        show_artifact(artifact, as_json)
+        show_artifact(artifact, as_json, plot)
 
 
 app.command()(cli_kernels.kernels)
 app.command()(cli_kernels.tune)
+app.command()(cli_quantize.quantize)
 
 
 @app.command()

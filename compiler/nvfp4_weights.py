@@ -31,13 +31,15 @@ def weight_outer_scale(name: str, weight: Tensor) -> Tensor:
 
     Raises OptionError naming the weight if an element is not finite.
     """
-    if not bool(weight.isfinite().all()):
+    low, high = weight.aminmax()  # no copy of the weight, and not finite where an element is not
+    amax = torch.maximum(-low, high)
+    if not bool(amax.isfinite()):
         count = int((~weight.isfinite()).sum())
         raise OptionError(
             f"nvfp4: {name} holds {count} elements that are not finite, of {tuple(weight.shape)}; "
             "mend the checkpoint or leave this weight in bf16"
         )
-    return outer_scale(weight.abs().amax(), E4M3_MAX_SEARCHED)
+    return outer_scale(amax, E4M3_MAX_SEARCHED)
 
 
 def search_scales(weight: Tensor, outer: Tensor, importance: Tensor | None = None) -> Tensor:
@@ -82,7 +84,8 @@ def _search_rows(weight: Tensor, outer: Tensor, importance: Tensor | None) -> Te
 
 def _places_first(values: Tensor) -> Tensor:
     """(rows, K) -> (16, rows * K / 16)."""
-    return values.unflatten(-1, (-1, BLOCK_ELEMENTS)).permute(2, 0, 1).flatten(1).contiguous()
+    places: Tensor = values.unflatten(-1, (-1, BLOCK_ELEMENTS)).permute(2, 0, 1).flatten(1).contiguous()
+    return places
 
 
 def _sum_of_places(error: Tensor) -> Tensor:

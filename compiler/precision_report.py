@@ -1,7 +1,7 @@
 """What an artifact says of its formats: a row for each product and each attention's pages, and the quality of all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +30,8 @@ from octavo.compiler.sensitivity import (
     values_of,
 )
 from octavo.passes.products import Product, find_pages, find_products
+
+CHUNK_ELEMENTS = 1 << 20
 
 
 class Remembering:
@@ -95,10 +97,11 @@ class PrecisionReport:
         """A WeightQuantizer that takes note of how much is lost."""
         parts = self.inner(name, weight, format)
         if name in self.weights:
-            row, exact = self.rows[self.weights[name]], weight.float()
+            row = self.rows[self.weights[name]]
             signal, noise = self.sums.get(row.name, (0.0, 0.0))
-            signal += float(exact.square().sum())
-            noise += float((exact - values_of(parts)).square().sum())
+            for exact, decoded in _by_rows(weight, parts):
+                signal += float(exact.square().sum())
+                noise += float((exact - decoded).square().sum())
             self.sums[row.name] = signal, noise
             row.sqnr_weight[format] = 10 * math.log10(signal / noise) if signal and noise else math.inf
         return parts
@@ -132,6 +135,21 @@ class PrecisionReport:
             "may_be_quantised": precision.format != "bf16" or bool(row.kl), "formats": formats,
             **{name: _finite(values[name]) for name in ("subnormal", "lost", "tail", "growth")},
         }  # fmt: skip
+
+
+def _by_rows(weight: Tensor, parts: QuantizedWeight) -> Iterator[tuple[Tensor, Tensor]]:
+    """A weight and what its parts stand for in fp32, a few rows at a time, so that no whole copy is held."""
+    if weight.dim() == 3:
+        for e, expert in enumerate(weight):
+            scales = None if parts.scales is None else parts.scales[e]
+            yield from _by_rows(expert, QuantizedWeight(parts.codes[e], scales, parts.outer[e]))
+        return
+    count = max(1, CHUNK_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], count):
+        rows = slice(start, start + count)
+        scales = None if parts.scales is None else parts.scales[rows]
+        outer = parts.outer[rows] if parts.outer.dim() else parts.outer
+        yield weight[rows].float(), values_of(QuantizedWeight(parts.codes[rows], scales, outer))
 
 
 MAPPINGS = ("kl", "sqnr_weight", "sqnr_input", "sqnr_output")

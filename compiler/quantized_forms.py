@@ -13,6 +13,7 @@ from octavo.compiler.verify import Evidence
 
 T = TypeVar("T")
 ROWS = 6
+PRODUCT_ELEMENTS = 1 << 20  # of a weight that are decoded to fp64 at a time
 LIMITS = {"nvfp4": 2688.0, "fp8": 448.0}
 UNIT = 2.0**-24  # of fp32's roundings
 # Roundings of a result beside those of its sum: alpha, row_scale, bias, and the two outer scales that alpha rounds.
@@ -51,8 +52,8 @@ def fresh_rows(example: Tensor, outer: Tensor | None, format: str) -> Tensor:
 def quantized_weight(
     plain: Tensor, codes: Tensor, scales: Tensor | None, layout: str, outer: Tensor, rule: WeightRule,
     seen: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """What the codes of a weight (N, K) stand for in fp64, once they are those of the plain one by its rule.
+) -> Callable[[slice], Tensor]:  # fmt: skip
+    """What the codes of rows of a weight (N, K) stand for in fp64, once they are those of the plain one by its rule.
 
     outer  fp64, one or one a row; scales None: FP8
     """
@@ -63,10 +64,11 @@ def quantized_weight(
     if scales is None:
         if rule != "given":
             checked("the weight", check_fp8, plain, codes, outer, False)
-        return fp8_values(codes) * outer.reshape(-1, 1)
+        steps = outer.reshape(-1, 1).expand(len(codes), 1)
+        return lambda rows: fp8_values(codes[rows]) * steps[rows]
     quantized = checked("the weight", blocks, codes, scales, layout, outer)
     checked("the weight", check_nvfp4, plain, quantized, rule, seen)
-    return quantized.decoded()
+    return lambda rows: quantized.rows(rows).decoded()
 
 
 def checked(what: str, check: Callable[..., T], *arguments: Any) -> T:
@@ -85,6 +87,17 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[Tensor, T
         expected = expected + bias.double()
         room = room + bias.double().abs() * 2 * UNIT
     return expected, room + expected.abs() * 2 * UNIT
+
+
+def product_by_rows(
+    left: Tensor, weight: Callable[[slice], Tensor], count: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `product`, with a weight of `count` rows of which a few are decoded at a time."""
+    step = max(1, PRODUCT_ELEMENTS // left.shape[1])
+    parts = [slice(start, start + step) for start in range(0, count, step)]
+    pairs = [product(left, weight(rows), None if bias is None else bias[rows]) for rows in parts]
+    expected, room = (torch.cat(values, dim=1) for values in zip(*pairs, strict=True))
+    return expected, room
 
 
 def within(expected: Tensor, got: Tensor, room: Tensor) -> Evidence:

@@ -1,6 +1,7 @@
 """`octavo.resume`: go on compiling from a dumped graph, as it was written or as a user has edited it."""
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -8,11 +9,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
-from octavo.compiler.api import Job, check_options, finish, tokenizer_files_of
+from octavo.compiler.api import CALIBRATION, Job, calibration_file, check_options, finish, tokenizer_files_of
 from octavo.compiler.artifact import check_replaceable
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
@@ -21,12 +20,15 @@ from octavo.compiler.dump_load import load_graph
 from octavo.compiler.dump_summary import SUMMARY, read_summary
 from octavo.compiler.dump_weights import DumpedWeights
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError
-from octavo.compiler.fresh_inputs import Chunk, step_inputs
+from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.legality import check
-from octavo.compiler.options import CompileOptions, Verify
+from octavo.compiler.options import CompileOptions, QuantConfig, Verify
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, dump_directory, lower_from
+from octavo.compiler.precision import PrecisionPlan, plan_from_json
 from octavo.compiler.progress import progress_bars
-from octavo.compiler.target import load_target
+from octavo.compiler.quantizing import PRECISION, QUANTIZE
+from octavo.compiler.target import Target, load_target
+from octavo.compiler.type_rules import check_types
 
 _FILE = re.compile(r"(?P<step>(?P<index>\d\d)_(?P<name>\w+))(?P<note>\.[\w.-]+)?\.py")
 CAPTURE = "capture"
@@ -64,9 +66,9 @@ def resume(
     with progress_bars(progress) as bars:
         bars("load")(source.path.name, 0, 1)
         graph_module = source.load(pipeline)
-        reference = _Reference(graph_module, job.settings.page_size)
+        reference = GraphModel(graph_module, job.settings.page_size)
         dumps = DumpWriter(directory, dump_weights, job.facts())
-        dumps.write_files(tokenizer_files)
+        dumps.write_files({**tokenizer_files, **calibration_file(job.sequences)})
         dumps.write_start(source.step, graph_module, f"resumed from {source.path.name}")
         try:
             lowered = lower_from(
@@ -103,7 +105,7 @@ class _Source:
             )
         summary = read_summary(path.parent)
         index, name = int(found["index"]), found["name"]
-        names = [CAPTURE, *(step.name for step in pipeline)]
+        names = [CAPTURE, *(step.name for step in (*pipeline, *QUANTIZE))]
         if index >= len(names) or names[index] != name:
             now = f"is {names[index]}" if index < len(names) else "does not exist"
             raise OptionError(
@@ -123,19 +125,47 @@ class _Source:
         wanted = {"target": target or facts["target"], "verify": verify, "dump": dump}
         if max_batch_tokens is not None:
             wanted["max_batch_tokens"] = max_batch_tokens
+        if given.get("quantize"):
+            globs = {name: tuple(given["quantize"][name]) for name in ("keep", "include")}
+            wanted["quantize"] = QuantConfig(**{**given["quantize"], **globs})
         options = CompileOptions(**{**given, **wanted})
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         entries = (facts["start"], *facts["steps"])
         is_edited = digest != next(e["sha256"] for e in entries if e["file"] == f"{self.step}.py")
         return Job(
-            load_target(options.target), options, Settings(**facts["settings"]), facts["model"],
-            facts["capture_route"], {"resumed_from": self.path.name, "edited": is_edited},
+            self.target_of(options.target), options, Settings(**facts["settings"]), facts["model"],
+            facts["capture_route"], {"resumed_from": self.path.name, "edited": is_edited}, self.calibration(),
+            self.plan(), self.index,
         )  # fmt: skip
+
+    def plan(self) -> PrecisionPlan | None:
+        """Of a graph between the steps that quantise."""
+        path = self.path.parent / PRECISION
+        if self.index <= len(PIPELINE):
+            return None
+        if not path.is_file():
+            raise OptionError(f"from: expected {path}, the plan of a quantised graph, got no such file")
+        return plan_from_json(path.read_text(encoding="utf-8"), str(path))
+
+    def target_of(self, name: str) -> Target:
+        """The target, which must lay out block scales as that of the dump where these are made already."""
+        target, before = load_target(name), load_target(self.summary["target"])
+        if self.index > len(PIPELINE) and target.family != before.family:
+            raise OptionError(
+                f"from: {self.path} holds block scales as {before.name} reads them, got target {name}; go on from a "
+                f"graph before {QUANTIZE[1].name}"
+            )
+        return target
 
     def tokenizer_files(self) -> dict[str, bytes]:
         folder = self.path.parent / "tokenizer"
         files = sorted(folder.iterdir()) if folder.is_dir() else []
         return {f"tokenizer/{file.name}": file.read_bytes() for file in files}
+
+    def calibration(self) -> list[list[int]] | None:
+        """The tokens that the dumped model was calibrated with, where it was."""
+        path = self.path.parent / CALIBRATION
+        return json.loads(path.read_text()) if path.is_file() else None
 
     def load(self, pipeline: Sequence[Step]) -> GraphModule:
         """The graph with its weights, legal at its stage."""
@@ -145,9 +175,11 @@ class _Source:
                 f"from: the dump of {self.path} has no weights: {self.summary['weights_missing']}"
             )
         graph_module = load_graph(self.text, DumpedWeights(self.path.parent, facts), str(self.path))
-        stage = pipeline[self.index - 1].stage if self.index else "captured"
+        stage = (*pipeline, *QUANTIZE)[self.index - 1].stage if self.index else "captured"
         try:
             check(graph_module, stage, after=self.step)
+            if stage == "quantized":
+                check_types(graph_module, after=self.step)
         except IllegalGraphError as error:
             raise IllegalGraphError(f"{error}{self.lines_of(str(error))}") from None
         return graph_module
@@ -162,29 +194,3 @@ class _Source:
         names = [name for name in dict.fromkeys(re.findall(r"\b\w+\b", message)) if name in lines]
         places = ", ".join(f"{self.path}:{lines[name]} ({name})" for name in names[:3])
         return f"; see {places}" if places else ""
-
-
-class _Reference(nn.Module):
-    """The graph as it was loaded, as a model: what the artifact must compute."""
-
-    def __init__(self, graph_module: GraphModule, page_size: int) -> None:
-        super().__init__()
-        graph = Graph()
-        graph.output(graph.graph_copy(graph_module.graph, {}))
-        self.graph_module = GraphModule(graph_module, graph)
-        self.page_size = page_size
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        length = input_ids.shape[1]
-        step = step_inputs([Chunk(0, 0, length)], self.page_size, 1, torch.Generator(), length)
-        given = {
-            **step.tensors, "input_ids": input_ids, "position_ids": position_ids,
-            "logit_rows": torch.arange(length),
-        }  # fmt: skip
-        for node in inputs:
-            if node.name not in given:
-                value = node.meta["val"]
-                given[node.name] = torch.zeros(step.num_pages, *value.shape[1:], dtype=value.dtype)
-        logits: Tensor = self.graph_module(*(given[node.name] for node in inputs))[0]
-        return logits

@@ -92,9 +92,10 @@ def _weight(
     if turned:
         wanted, rows = _in_turn(wanted), _in_turn(rows) if len(rows) > 1 else rows
     layout = str(given.get("layout"))
-    made = quantized_weight(
+    decoded = quantized_weight(
         wanted, codes, None if scales is None else scales[expert], layout, rows, weight.rule, weight.seen
     )
+    made = decoded(slice(None))
     return torch.cat((made[0::2], made[1::2])) if turned else made
 
 

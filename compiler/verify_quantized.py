@@ -26,7 +26,7 @@ from octavo.compiler.quantized_forms import (
     Recorder,
     checked,
     fresh_rows,
-    product,
+    product_by_rows,
     quantized_weight,
     within,
 )
@@ -95,7 +95,7 @@ def _prove_product(site: Site, call: Node, weight: QuantizedWeight) -> Evidence:
     own = given["alpha"].double() / (1.0 if outer is None else float(outer))
     parts = (given["weight"], given.get("weight_scale"), str(given.get("layout")))
     right = quantized_weight(site.constants[weight_node.name], *parts, own, weight.rule, weight.seen)
-    expected, room = product(left, right, bias)
+    expected, room = product_by_rows(left, right, len(given["weight"]), bias)
     return within(expected, result.reshape(ROWS, -1), room)
 
 

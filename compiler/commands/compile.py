@@ -13,8 +13,9 @@ from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.errors import OptionError
 from octavo.compiler.models import LoadedModel, load_model
-from octavo.compiler.options import DType, Verify
+from octavo.compiler.options import DType, QuantConfig, Verify
 from octavo.compiler.progress import progress_bars
+from octavo.compiler.quant_options import quant_config
 from octavo.compiler.report import seconds_line, size_text
 from octavo.compiler.resume import resume
 
@@ -37,6 +38,8 @@ class Choices:
     dump: Path | None
     dump_weights: bool
     resume_from: Path | None
+    quantize: QuantConfig | None = None
+    calibration: Path | None = None
 
 
 def run(choices: Choices) -> None:
@@ -51,6 +54,8 @@ def run(choices: Choices) -> None:
 def _compile(choices: Choices, model: str) -> Path:
     target = choices.target or "cpu"
     output = choices.output or default_output(model, target)
+    text = None if choices.calibration is None else _text(choices.calibration)
+    quant_config(choices.quantize)  # as the target's name: before the model is loaded
     loaded, load_s = load(model)
     compiled = api.compile(
         loaded.model,
@@ -66,6 +71,8 @@ def _compile(choices: Choices, model: str) -> Path:
         verify=choices.verify,
         dump=choices.dump,
         dump_weights=choices.dump_weights,
+        quantize=choices.quantize,
+        calibration=text,
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
@@ -73,7 +80,7 @@ def _compile(choices: Choices, model: str) -> Path:
 
 def _resume(choices: Choices) -> Path:
     path = Path(str(choices.resume_from))
-    for name in ("dtype", "page_size", "max_model_len"):
+    for name in ("dtype", "page_size", "max_model_len", "quantize"):
         if getattr(choices, name) is not None:
             raise OptionError(
                 f"{name}: expected none with --from, as the graph already has it; compile MODEL again"
@@ -93,6 +100,13 @@ def _resume(choices: Choices) -> Path:
     )
     show(compiled, compiled.seconds, choices.dump)
     return output
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"calibration: expected a text file in UTF-8, got {path}: {error}") from None
 
 
 def load(name: str) -> tuple[LoadedModel, float]:

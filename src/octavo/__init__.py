@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
     from octavo.compiler.options import CompileOptions as CompileOptions
+    from octavo.compiler.options import QuantConfig as QuantConfig
     from octavo.compiler.resume import resume as resume
     from octavo.runtime.request import SamplingParams as SamplingParams
 
@@ -25,12 +26,13 @@ _HOME = {
     "load": "octavo.compiler.compiled",
     "resume": "octavo.compiler.resume",
     "CompileOptions": "octavo.compiler.options",
+    "QuantConfig": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.request",
     "errors": "octavo.compiler.errors",
 }
 
 __all__ = [
-    "CompileOptions", "Compiled", "SamplingParams", "__version__", "backend_report", "check", "compile",
+    "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "__version__", "backend_report", "check", "compile",
     "errors", "load", "resume",
 ]  # fmt: skip
 

@@ -166,9 +166,9 @@ def make_inputs(case: Case, requests: list[tuple[int, int]]) -> Inputs:
             v_cache[page, :, row] = torch.randn(case.kv_heads, case.value_dim)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), new.cumsum(0))).int()
     q = torch.randn(int(new.sum()), case.heads, case.head_dim).to(case.dtype)
-    caches, extra = _as_pages(case, k_cache, v_cache)
+    (keys, values), extra = _as_pages(case, k_cache, v_cache)
     return Inputs(
-        guarded(q), *caches, table, lengths.int(), starts,
+        guarded(q), keys, values, table, lengths.int(), starts,
         torch.randn(case.heads) if case.sinks else None,
         torch.rand(case.heads) if case.slopes else None, extra,
     )  # fmt: skip

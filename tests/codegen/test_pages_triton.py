@@ -63,7 +63,11 @@ def choose(node: fx.Node, arch: int = 100) -> Selection:
 @pytest.mark.parametrize(
     ("op", "pages"),
     [
-        *((op, pages) for op in ("kv_write", "rope_kv_write", "paged_attention") for pages in ("fp8", "nvfp4")),
+        *(
+            (op, pages)
+            for op in ("kv_write", "rope_kv_write", "paged_attention")
+            for pages in ("fp8", "nvfp4")
+        ),
         ("latent_write", "fp8"),
         ("paged_mla_attention", "fp8"),
     ],

@@ -157,7 +157,11 @@ def options(spec: KernelSpec, rows: int) -> tuple[Tensor, Tensor | None, Tensor 
     params = dict(spec.params)
     dtype = FP32 if params["out_dtype"] == "fp32" else BF16
     row_scale = torch.rand(rows) if params["row_scale"] else None
-    return torch.rand(int(params["ALPHAS"])), row_scale, torch.randn(COLUMNS).to(dtype) if params["bias"] else None
+    return (
+        torch.rand(int(params["ALPHAS"])),
+        row_scale,
+        torch.randn(COLUMNS).to(dtype) if params["bias"] else None,
+    )
 
 
 def run(

@@ -15,10 +15,10 @@ import pytest
 import torch
 from models import LONGEST, VOCAB, llama, tiny
 from stages import BF16, FP32, compiled, greedy
-from tiny_llama import build_tokenizer
+from tiny_llama import build, build_tokenizer
 
 import octavo
-from octavo import SamplingParams
+from octavo import QuantConfig, SamplingParams
 from octavo.compiler import api, pipeline
 from octavo.compiler.api import with_dtype
 from octavo.compiler.eager_runner import EagerRunner
@@ -139,6 +139,18 @@ def test_a_built_artifact_needs_no_cxx_compiler() -> None:
         ({"max_batch_tokens": 0}, "max_batch_tokens: expected 1 or more, got 0"),
         ({"dtype": "fp8"}, "dtype: expected fp32 or bf16, got 'fp8'"),
         ({"verify": "maybe"}, "verify: expected off, sites or full, got 'maybe'"),
+        (
+            {"quantize": "int4"},
+            "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, got 'int4'",
+        ),
+        ({"quantize": QuantConfig(bits=3.0)}, "bits: expected .*, got 3.0"),
+        (
+            {"quantize": "nvfp4"},
+            "calibration: expected token ids, or a tokenizer, got neither, and activations=",
+        ),
+        ({"quantize": "auto", "calibration": "text"}, "calibration: expected .*got text without a tokenizer"),
+        ({"quantize": "fp8", "calibration": [[1], None]}, "calibration: expected .*got NoneType at 1"),
+        ({"calibration": [[1]]}, "calibration: expected quantize beside it"),
         ({"tokenizer": object()}, "tokenizer: expected a Hugging Face tokenizer, got object"),
     ],
 )
@@ -226,3 +238,63 @@ def test_a_dtype_is_a_copys_and_buffers_keep_theirs() -> None:
     assert {p.dtype for p in model.parameters()} == {FP32}
     assert converted.table.dtype is FP32
     assert converted.head.weight is converted.embed.weight  # type: ignore[union-attr]
+
+
+CALIBRATION = [[(7 * i + 3 * j) % VOCAB for i in range(40)] for j in range(3)]
+
+
+def quantised(output: Path, **options: Any) -> Path:
+    with no_compiler():
+        return octavo.compile(
+            tiny("llama"), page_size=4, max_model_len=LONGEST, output=output, **options
+        ).path
+
+
+@pytest.mark.parametrize("quantize", [QuantConfig(kv="nvfp4", weights="gptq"), "auto"])
+def test_two_compilations_give_the_same_bytes(quantize: Any, tmp_path: Path) -> None:
+    first, second = (
+        quantised(tmp_path / name, quantize=quantize, calibration=CALIBRATION) for name in ("a", "b")
+    )
+    names = sorted(str(p.relative_to(first)) for p in first.rglob("*") if p.is_file())
+    assert names == sorted(str(p.relative_to(second)) for p in second.rglob("*") if p.is_file())
+    with_times = {"report.json", "manifest.json"}  # the manifest has the report's hash
+    for name in set(names) - with_times:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    ours, theirs = (json.loads((path / "manifest.json").read_text()) for path in (first, second))
+    for manifest in (ours, theirs):
+        del manifest["files"]["report.json"], manifest["checksum"]
+    assert ours == theirs
+
+
+def test_a_quantised_artifact_tells_how_and_generates(tmp_path: Path) -> None:
+    config = QuantConfig(kv="fp8", keep=("*.o_proj",))
+    artifact = octavo.load(quantised(tmp_path / "a", quantize=config, calibration=CALIBRATION))
+    manifest = artifact.artifact.manifest
+    assert manifest["options"]["quantize"]["keep"] == ["*.o_proj"]
+    told = manifest["provenance"]["quantization"]
+    assert (told["recipe"], told["e4m3_max"], told["calibration"]["tokens"]) == ("octavo-v1", 256, 120)
+    formats = {name: one["format"] for name, one in told["plan"]["products"].items()}
+    assert sorted(formats.values()) == ["bf16"] * 3 + ["nvfp4"] * 6
+    dtypes = {b.name: b.dtype for b in artifact.artifact.program.buffers if b.kind == "cache"}
+    assert set(dtypes.values()) == {"fp8"}
+    rows = {row["pass"]: row for row in artifact.report().data["passes"]}
+    assert rows["quantize_linear"]["matched"] == 6 and rows["quantize_linear"]["proven_sites"] == 6
+    with no_compiler():
+        assert [len(tokens) for tokens in answers(artifact)] == [MAX_TOKENS] * len(PROMPTS)
+
+
+def test_a_tokenizer_brings_calibration(tmp_path: Path) -> None:
+    with no_compiler():
+        artifact = octavo.compile(build(), tokenizer=build_tokenizer(), quantize="nvfp4", verify="off")
+    calibration = artifact.artifact.manifest["provenance"]["quantization"]["calibration"]
+    assert calibration["tokens"] > 15_000  # a token is a byte
+
+
+def test_a_dumped_quantised_model_goes_on_with_its_calibration(tmp_path: Path) -> None:
+    whole = quantised(
+        tmp_path / "a", quantize=QuantConfig(kv="fp8"), calibration=CALIBRATION, dump=tmp_path / "dump"
+    )
+    (path,) = (tmp_path / "dump").glob("??_merge_qkv.py")
+    with no_compiler():
+        resumed = octavo.resume(path, output=tmp_path / "b").path
+    assert (whole / "weights.safetensors").read_bytes() == (resumed / "weights.safetensors").read_bytes()

@@ -130,7 +130,7 @@ def test_the_artifact_is_compared_with_the_graph_of_the_file(dump: Path) -> None
     (path,) = dump.glob("??_insert_paged_kv.py")
     octavo.resume(path)
     with (
-        mock.patch("octavo.compiler.resume._Reference.forward", lambda *_: torch.ones(1, 14, 96)),
+        mock.patch("octavo.compiler.graph_model.GraphModel.forward", lambda *_: torch.ones(1, 14, 96)),
         pytest.raises(PassError, match=r"^verify: logits of the artifact differ"),
     ):
         octavo.resume(path)

@@ -62,7 +62,9 @@ def test_round_trip_and_official_reader_agree(spec: dict[str, tuple[str, list[in
     back = read(content)
     assert {n: (w.dtype, w.shape, w.array.tobytes()) for n, w in back.items()} == expected
     assert all(w.array.size == 0 or w.array.ctypes.data % 64 == 0 for w in back.values())
-    if not any(dtype in ("bf16", "fp8") for dtype, _ in spec.values()):  # numpy, the official reader, has none
+    if not any(
+        dtype in ("bf16", "fp8") for dtype, _ in spec.values()
+    ):  # numpy, the official reader, has none
         official = official_load(content)
         assert {n: a.tobytes() for n, a in official.items() if n in spec} == {
             n: raw for n, (_, _, raw) in expected.items()

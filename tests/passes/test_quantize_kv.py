@@ -128,8 +128,9 @@ def test_pages_hold_keys_and_values_to_the_nearest(format: PageFormat, dtype: to
 def test_logits_stay_near_and_eight_bits_are_nearer(name: str) -> None:
     expected = logits(before("", name), tokens(12))
     errors = []
-    for format in ("fp8", "nvfp4"):
-        result = logits(quantized(format, name)[0], tokens(12))  # type: ignore[arg-type]
+    formats: tuple[PageFormat, ...] = ("fp8", "nvfp4")
+    for format in formats:
+        result = logits(quantized(format, name)[0], tokens(12))
         errors.append(float((result - expected).norm() / expected.norm()))
     assert 1e-4 < errors[0] < 0.1 and 2 * errors[0] < errors[1] < 0.4
 

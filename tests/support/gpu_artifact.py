@@ -56,7 +56,12 @@ def write_gpu_artifact(
         Buffer("logits", "output", "fp32", ("L", 8)),
     )
     rows = [{"name": name, "op": name.partition("__")[0], "when": "", "registers": 29} for name in kernels]
-    report = {"passes": [], "kernels": rows, "selections": [], "memory": {"peak": 64, "naive": 64, "fixed": 0}}
+    report = {
+        "passes": [],
+        "kernels": rows,
+        "selections": [],
+        "memory": {"peak": 64, "naive": 64, "fixed": 0},
+    }
     files = {f"kernels/{name}.json": json.dumps(kept).encode() for name, kept in kernels.items()}
     model = {
         "name": "by-hand", "vocab_size": 8, "num_layers": LAYERS, "max_model_len": 8192, "max_batch_tokens": 2048,

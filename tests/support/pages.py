@@ -24,7 +24,8 @@ def decode(codes: Tensor, scales: Tensor | None, multiplier: float) -> Tensor:
     """fp64 values (..., D)."""
     if scales is not None:
         flat = dequantize(codes.flatten(0, -2), scales.flatten(0, -2), multiplier)
-        return flat.unflatten(0, codes.shape[:-1])
+        values: Tensor = flat.unflatten(0, codes.shape[:-1])
+        return values
     raw = codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return torch.from_numpy(raw.astype(np.float64) * multiplier)
 
