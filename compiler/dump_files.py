@@ -57,7 +57,7 @@ class DumpWriter:
         if report.changed or _shape(graph_module) != self.shape:
             header = (
                 f"after {report.name} | matched {report.matched}, rejected {len(report.rejected)} | "
-                f"{report.nodes_before} -> {report.nodes_after} nodes | {report.ms:.0f} ms | legal: {stage}"
+                f"{report.nodes_before} -> {report.nodes_after} nodes | legal: {stage}"
             )
             name = f"{index:02d}_{report.name}"
             file = {"file": f"{name}.py", "sha256": self._add(name, graph_module, header)}
