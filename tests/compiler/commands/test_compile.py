@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_llama import save_directory
 
 import octavo
 
@@ -30,6 +31,42 @@ def test_compile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "passes (" in err and "insert_paged_kv" in err and "dumps:" in err
     assert "load " in err and "capture " in err and str(tmp_path / out.strip()) in err
     assert max(map(len, err.splitlines()[:-4])) <= 80
+
+
+def test_quantised_as_the_options_say(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "text.txt").write_text("To be quantised, or not to be quantised: that is the question. " * 4)
+    options = ("--kv", "fp8", "--weights", "nearest", "--bits", "9", "--keep", "*.o_proj", "--verify", "off")
+    code, out, err = run(
+        "compile", save_directory(tmp_path / "tiny"), "--quantize", "auto", *options, "--calibration",
+        tmp_path / "text.txt", "-o", tmp_path / "out.octavo",
+    )  # fmt: skip
+    assert (code, out) == (0, f"{tmp_path / 'out.octavo'}\n"), err
+    assert "quantize_linear" in err and "calibrate " in err and "measure " in err
+    told = octavo.load(out.strip()).artifact.manifest["provenance"]["quantization"]
+    config = {key: told["config"][key] for key in ("mode", "kv", "weights", "bits", "keep")}
+    assert config == {"mode": "auto", "kv": "fp8", "weights": "nearest", "bits": 9.0, "keep": ["*.o_proj"]}
+    assert told["calibration"]["tokens"] == 4 * 63
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--quantize", "nvfp4"), "calibration: expected token ids, or a tokenizer, got neither"),
+        (
+            ("--quantize", "fp8", "--calibration", "nix"),
+            "calibration: expected a text file in UTF-8, got nix",
+        ),
+        (("--quantize", "auto", "--bits", "3"), r"bits: expected 4.5 (NVFP4) to 16, got 3.0"),
+        (("--bits", "5"), "Invalid value for --bits: expected --quantize beside it"),
+    ],
+)
+def test_what_cannot_be_quantised_is_said(
+    arguments: tuple[str, ...], said: str, run: Run, tmp_path: Path
+) -> None:
+    code, out, err = run("compile", TINY, *arguments, "-o", tmp_path / "out")
+    assert (code, out) == (2, "") and said in " ".join(err.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_compile_leaves_other_files_alone(run: Run, tmp_path: Path) -> None:
