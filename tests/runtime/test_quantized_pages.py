@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -97,6 +98,10 @@ def after_moving(format: PageFormat, wanted: Callable[[str], bool]) -> NDArray[n
     for page in (1, 2):
         copied(runner, {0: page}, lambda _: True)
     return runner.run(chunk(7, PROMPTS[1][7:8], [5, 3])).copy()
+
+
+def _is_other(prefix: str, name: str) -> bool:
+    return not name.startswith(prefix)
 
 
 @FORMATS
