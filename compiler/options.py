@@ -24,9 +24,13 @@ class QuantConfig:
     activations outer scales of NVFP4 activations: "static", calibrated, or "by_token"
     headroom    largest magnitude that static scales carry, over the largest seen in calibration
     bits        auto: most bits of a weight's element, on average over the products that may be quantised
-    kl          auto: largest mean KL divergence of the logits, in nats a token, beside the model's own; 0: not asked
+    kl          auto: largest mean KL divergence of the logits from the model's own, in nats a token, as measured on
+                held-out calibration tokens; `bits` is then not read. 0: not asked
     keep        globs of module paths that stay as they are, beside those that always do (lm_head, routers, ...)
     include     globs of module paths that are quantised although they would stay
+
+    A glob names modules and all below them; an attention's pages go by its module and "pages", as in
+    keep=("model.layers.0.self_attn.pages",).
     """
 
     mode: Mode = "nvfp4"
