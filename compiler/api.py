@@ -195,8 +195,10 @@ def _judge(job: Job, lowered: Lowered, compiled: Compiled, reference: nn.Module)
     if job.options.quantize is None:
         check_whole_model(reference, compiled.artifact, runner)
     else:
-        graph = GraphModel(lowered.graph_module, job.settings.page_size)
-        check_quantized_model(reference, graph, compiled.artifact, runner)
+        graph, *moved = (
+            GraphModel(lowered.graph_module, job.settings.page_size, seed) for seed in (None, 1, 2, 3)
+        )
+        check_quantized_model(reference, graph, compiled.artifact, runner, moved)
 
 
 def sequences_of(

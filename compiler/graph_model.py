@@ -1,21 +1,28 @@
 """A graph of kernels as an nn.Module: what an artifact made of it must compute."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from octavo.compiler.fresh_inputs import Chunk, step_inputs
+
+UNIT = 2.0**-24
+PRODUCTS = ("linear.default", "moe.default")  # plain and quantised
 
 
 class GraphModel(nn.Module):
     """From ids to logits of one sequence, by a graph at any stage, as it was when this was made."""
 
-    def __init__(self, graph_module: GraphModule, page_size: int) -> None:
+    def __init__(self, graph_module: GraphModule, page_size: int, seed: int | None = None) -> None:
+        """seed: every product is off by about one rounding of fp32, in a way of this seed's own."""
         super().__init__()
         graph = Graph()
         graph.output(graph.graph_copy(graph_module.graph, {}))
         self.graph_module = GraphModule(graph_module, graph)
         self.page_size = page_size
+        self.seed = seed
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
@@ -29,5 +36,22 @@ class GraphModel(nn.Module):
             if node.name not in given:
                 value = node.meta["val"]
                 given[node.name] = torch.zeros(step.num_pages, *value.shape[1:], dtype=value.dtype)
-        logits: Tensor = self.graph_module(*(given[node.name] for node in inputs))[0]
+        values = [given[node.name] for node in inputs]
+        moved = None if self.seed is None else _Moved(self.graph_module, self.seed)
+        logits: Tensor = (self.graph_module(*values) if moved is None else moved.run(*values))[0]
         return logits
+
+
+class _Moved(Interpreter):
+    """What sums in another order may do to products."""
+
+    def __init__(self, graph_module: GraphModule, seed: int) -> None:
+        super().__init__(graph_module)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def run_node(self, node: Node) -> Any:
+        value = super().run_node(node)
+        if node.op == "call_function" and str(node.target).endswith(PRODUCTS):
+            noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
+            value = (value.double() * (1 + UNIT * noise)).to(value.dtype)
+        return value

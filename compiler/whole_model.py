@@ -1,5 +1,6 @@
 """The last proof: logits of the finished artifact against the model's, over ragged batches and pages."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ BOUND = {"fp32": 1e-4, "bf16": 6e-2}
 # tiny Llama's logits move by 1e-6 of it in fp32, by 1 % in bf16); a scale that is lost, or of another block, moves
 # logits by as much as quantisation itself, or more.
 SHARE = 0.5
+# A code that flips changes what later layers round, and in a deep model all of them follow: in FP8, the logits of 30
+# layers of SmolLM2 move by nearly as much as quantisation moved them when each product is off by 2^-24. How far the
+# graph moves then is measured, and this many times as much is room for the artifact, whose sums are in one more order.
+UNREST = 2.0
 # What quantisation moves logits by where that is not to be seen, because the reference is quantised too.
 UNSEEN = 0.3
 LENGTHS, FIRST = (9, 14, 5), (4, 13, 5)
@@ -51,12 +56,17 @@ def check_whole_model(model: nn.Module, artifact: Artifact, runner: ModelRunner)
 
 
 def check_quantized_model(
-    model: nn.Module, graph: nn.Module, artifact: Artifact, runner: ModelRunner
+    model: nn.Module,
+    graph: nn.Module,
+    artifact: Artifact,
+    runner: ModelRunner,
+    moved: Sequence[nn.Module] = (),
 ) -> float:
     """The rms error of a quantised artifact's logits beside its graph's, relative to these, or PassError.
 
     model  before it was quantised (or the quantised graph again, where nothing else is left)
     graph  as it is executed op by op
+    moved  the graph with products that are off by roundings; run only where the artifact is further off than a share
     The mean KL divergence is bounded too: it is quadratic in the difference, so by the square of the share.
     """
     prompts = _prompts(artifact)
@@ -68,15 +78,19 @@ def check_quantized_model(
     floor = BOUND.get(artifact.program.of_kind("cache")[0].dtype, BOUND["bf16"])
     noise = _rms(wanted - plain) / size
     error, bound = _rms(got - wanted) / size, max(floor, SHARE * (noise or UNSEEN))
+    largest = float(np.abs(wanted).max())
+    lost = _kl(wanted, got)
+    allowed = max(SHARE**2 * _kl(plain, wanted), ((floor if noise else bound) * largest) ** 2 / 2)
+    if not (error <= bound and lost <= allowed):
+        others = [np.stack(_model_logits(one, prompts)) for one in moved]
+        bound = max([bound, *(UNREST * _rms(other - wanted) / size for other in others)])
+        allowed = max([allowed, *(UNREST**2 * _kl(wanted, other) for other in others)])
     if not error <= bound:
         raise PassError(
             f"verify: logits of the artifact differ from its quantised graph's by {error:.2e} of their rms, bound "
             f"{bound:.1e}: quantisation moved them by {noise:.2e}; every step was proven, so a kernel or the memory "
             "plan is at fault"
         )
-    largest = float(np.abs(wanted).max())
-    lost = _kl(wanted, got)
-    allowed = max(SHARE**2 * _kl(plain, wanted), ((floor if noise else bound) * largest) ** 2 / 2)
     if not lost <= allowed:
         raise PassError(
             f"verify: the artifact's tokens are {lost:.2e} nats from its quantised graph's, bound {allowed:.1e}; every "

@@ -105,11 +105,11 @@ class Noisy(Disturbed):
         return result
 
 
-def quantised_by(amount: float) -> torch.nn.Module:
+def quantised_by(amount: float, seed: int = 0) -> torch.nn.Module:
     """The model that another would be if quantisation had moved its logits by this share of their rms."""
     model = tiny("llama")
     head: torch.Tensor = model.lm_head.weight  # type: ignore[union-attr, assignment]
-    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         head.add_(noise * amount * head.square().mean().sqrt())
     return model
@@ -126,6 +126,23 @@ def test_a_quantised_artifact_may_differ_from_its_graph_by_a_share_of_what_quant
         check_quantized_model(plain, graph, artifact, far)  # type: ignore[arg-type]
     with pytest.raises(PassError, match="by nan"):
         check_quantized_model(plain, graph, artifact, Noisy("llama", float("nan")))  # type: ignore[arg-type]
+
+
+def test_an_artifact_may_differ_as_its_graph_does_when_sums_round_otherwise() -> None:
+    artifact, plain, graph = compiled("llama").artifact, quantised_by(0.02), tiny("llama")
+    moved = [quantised_by(0.05, seed) for seed in (1, 2)]
+    error = check_quantized_model(plain, graph, artifact, Noisy("llama", 0.07), moved)  # type: ignore[arg-type]
+    assert 0.05 < error < 0.1
+    for amount, others in ((0.07, []), (0.14, moved), (float("nan"), moved)):
+        with pytest.raises(PassError, match="differ from its quantised graph's by"):
+            check_quantized_model(plain, graph, artifact, Noisy("llama", amount), others)  # type: ignore[arg-type]
+
+
+def test_graphs_are_not_run_again_where_nothing_is_in_doubt() -> None:
+    artifact, graph = compiled("llama").artifact, tiny("llama")
+    moved = mock.Mock(side_effect=AssertionError)
+    check_quantized_model(quantised_by(0.2), graph, artifact, Noisy("llama", 0.01), [moved])  # type: ignore[arg-type]
+    moved.assert_not_called()
 
 
 def test_quantisation_that_moves_nothing_leaves_the_room_of_the_dtype() -> None:
