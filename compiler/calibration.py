@@ -192,7 +192,8 @@ class _Observer(Interpreter):
         self.run()
         self.start += ids.shape[1]
 
-    def run_node(self, node: Node) -> Any:
+    def run_node(self, n: Node) -> Any:
+        node = n
         if node not in self.needed:
             return None
         if node.op == "placeholder":

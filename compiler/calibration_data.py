@@ -41,8 +41,9 @@ def calibration_sequences(
         )
     length = min(SEQUENCE_TOKENS, max_model_len)
     sequences: list[list[int]] = []
+    encode: Any = tokenizer
     for one in given:
-        ids = list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one)
+        ids = list(encode(one)["input_ids"]) if isinstance(one, str) else list(one)
         sequences += [ids[start : start + length] for start in range(0, len(ids), length)]
     if not any(sequences):
         raise OptionError(

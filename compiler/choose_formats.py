@@ -68,6 +68,7 @@ def choose_formats(
     trial = _Trial(graph_module, config, observed, quantizer, held_out(sequences), page_size)
     budget = config.kl
     tries: list[float] = []
+    formats: dict[str, Format] = {}
     while len(tries) < MOST_TRIES:
         formats = within_kl(rows, budget)
         tries.append(trial.kl(_choices(rows, formats)))
@@ -122,8 +123,8 @@ def _groups(rows: Sequence[Sensitivity]) -> list[list[Sensitivity]]:
 def _options(group: Sequence[Sensitivity]) -> list[tuple[float, float, Format]]:
     """(bits, KL, format) of the formats that hold all of the group, by bits, bf16 last."""
     elements = sum(row.elements for row in group)
-    formats = [format for format in group[0].kl if all(format in row.kl for row in group)]
-    found = [
+    formats: list[Format] = [format for format in group[0].kl if all(format in row.kl for row in group)]
+    found: list[tuple[float, float, Format]] = [
         (elements * EFFECTIVE_BITS[format], sum(row.kl[format] for row in group), format)
         for format in formats
     ]

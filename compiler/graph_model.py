@@ -49,9 +49,9 @@ class _Moved(Interpreter):
         super().__init__(graph_module)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def run_node(self, node: Node) -> Any:
-        value = super().run_node(node)
-        if node.op == "call_function" and str(node.target).endswith(PRODUCTS):
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "call_function" and str(n.target).endswith(PRODUCTS):
             noise = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
             value = (value.double() * (1 + UNIT * noise)).to(value.dtype)
         return value

@@ -112,7 +112,8 @@ def _measure(
     row = Sensitivity(product.name, module_of(product), product.elements, node.all_input_nodes[0].name)
     exact = evaluate(node, (x, *rest)).double()
     errors: dict[Format, float] = {}
-    for format in (one for one in FORMATS if not holds(product, one)):
+    formats: list[Format] = [one for one in FORMATS if not holds(product, one)]
+    for format in formats:
         precision = precision_of(product, Choice(format, ""), config, observed)
         row.sqnr_weight[format], replacement = _replacement(graph_module, product, precision, quantizer)
         row.sqnr_input[format] = decibels(x, fake(x, format, scale_of(precision.input_scale)))

@@ -111,7 +111,7 @@ class GivenWeights:
         return []
 
     def _precision(self, product: Product, modules: Sequence[str]) -> ProductPrecision:
-        formats = {
+        formats: set[tuple[Format, bool]] = {
             (self.checkpoint.groups[m].format, self.checkpoint.groups[m].static_inputs) for m in modules
         }
         if len(formats) > 1:

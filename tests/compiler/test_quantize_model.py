@@ -140,8 +140,9 @@ def wide_model() -> nn.Module:
         vocab_size=32, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=2,
         max_position_embeddings=16,
     )  # fmt: skip
-    model: nn.Module = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    return model
+    model: Any = LlamaForCausalLM(config)
+    bf16: nn.Module = model.to(torch.bfloat16).eval()
+    return bf16
 
 
 @pytest.mark.parametrize("config", [QuantConfig(), QuantConfig("fp8")])

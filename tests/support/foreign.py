@@ -44,7 +44,8 @@ def quiet() -> Iterator[None]:
 def compressed_tensors_llama(path: Path, preset: str = "NVFP4", dtype: torch.dtype = torch.float32) -> Path:
     """Written by compressed-tensors as a whole: scales, packing, configuration. preset: NVFP4, NVFP4A16, FP8, ..."""
     with quiet():
-        model = build().to(dtype)
+        plain: Any = build()
+        model: Any = plain.to(dtype)
         groups: Any = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
         apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
         for name, module in model.named_modules():

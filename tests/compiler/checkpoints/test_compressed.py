@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_the_configuration_is_one_that_the_library_takes(tmp_path: Path) -> None
         f"{LAYER}.e": Group(("Linear",), "nvfp4", True),
     }
     config = json.loads(json.dumps(compressed.config_of(groups, ["lm_head"], "fp8")))
-    theirs = QuantizationConfig.model_validate(config)
+    theirs: Any = QuantizationConfig.model_validate(config)
     assert theirs.format == "mixed-precision" and theirs.ignore == ["lm_head"]
     assert theirs.config_groups["group_0"].targets == [f"{LAYER}.a", f"{LAYER}.e"]
     assert theirs.kv_cache_scheme is not None and theirs.kv_cache_scheme.num_bits == 8

@@ -3,6 +3,7 @@
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -37,7 +38,7 @@ def checkpoint_of(path: Path, parts: dict[str, Tensor]) -> Checkpoint:
 
 def test_torchao(tmp_path: Path) -> None:
     weight = weight_of(12, 96)
-    packed = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=per_tensor_amax_to_scale(weight.abs().amax()))
+    packed: Any = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=per_tensor_amax_to_scale(weight.abs().amax()))
     parts = {
         "weight": packed.qdata.view(torch.uint8), "weight_scale": packed.scale.reshape(12, 6),
         "weight_scale_2": packed.per_tensor_scale,
@@ -73,7 +74,8 @@ def test_onnx_decodes_our_weights(tmp_path: Path) -> None:
     graph = helper.make_graph(nodes, "weight", [], [output], initializers)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
     onnx.checker.check_model(model)
-    (values,) = ReferenceEvaluator(model).run(None, {})
+    results: Any = ReferenceEvaluator(model).run(None, {})
+    (values,) = results
     assert values.dtype == np.float32
     assert torch.equal(torch.from_numpy(values), read.dequantize(torch.float32))
 
