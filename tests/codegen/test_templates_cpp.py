@@ -77,4 +77,4 @@ def test_templates_stay_small_and_say_what_they_compute() -> None:
     folder = resources.files("octavo.codegen") / "templates"
     for name in template_names("cpp"):
         lines = (folder / name).read_text().splitlines()
-        assert lines[0].startswith("// ") and len(lines) <= 150 and max(map(len, lines)) <= 140, name
+        assert lines[0].startswith("// ") and len(lines) <= 120 and max(map(len, lines)) <= 130, name
