@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.quantize_triton import has_fp4_conversion
-from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, tiles
+from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, power_of_2, tiles
 from octavo.compiler.expression import at_most
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target

@@ -5,9 +5,9 @@ exchange of equal parts; moe_permute over the experts that arrived, dispatch_unp
 placed_sum_spec over the slots that arrived (bf16 rows), an exchange back; placed_sum_spec over `back`, not weighted.
 """
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.quantize_triton import has_fp4_conversion
-from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, warps_for
+from octavo.codegen.specs_triton import ceil_div, number, power_of_2, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 

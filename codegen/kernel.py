@@ -28,6 +28,10 @@ class Arg:
     block: tuple[int, ...] = ()
 
 
+def pointer(name: str, dtype: str) -> Arg:
+    return Arg(name, "pointer", dtype)
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """What to generate: a template, everything its text depends on, and how it is called.

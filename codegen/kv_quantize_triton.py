@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.mla_triton import latent_write_spec
 from octavo.codegen.quantize_triton import BLOCK_ELEMENTS, has_fp4_conversion
 from octavo.codegen.specs_triton import (
     Heads,
     ceil_div,
     kv_write_spec,
-    pointer,
     power_of_2,
     rope_kv_write_spec,
     warps_for,

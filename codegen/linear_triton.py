@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, tiles
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
+from octavo.codegen.specs_triton import ceil_div, in_order, number, tiles
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.kernel import Arg, KernelSpec, pointer
 from octavo.codegen.mla_nodes import read_head_product, read_latents
 from octavo.codegen.row import Row, arguments, static_size, tensor, token_count
-from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats
+from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats, scalar
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
@@ -24,8 +24,8 @@ def head_linear(node: fx.Node, target: Target) -> KernelSpec:
             ("CHUNK", -(-product.k // (64 * chunks)) * 64),
         ),
         args=(
-            _pointer("x", product.dtype), _pointer("weight", product.dtype), _pointer("out", product.dtype),
-            _scalar("num_tokens", token_count(node)),
+            pointer("x", product.dtype), pointer("weight", product.dtype), pointer("out", product.dtype),
+            scalar("num_tokens", token_count(node)),
         ),
         bytes=product.bytes,
         flops=product.flops,
@@ -44,9 +44,9 @@ def latent_write(node: fx.Node, target: Target) -> KernelSpec:
             ("PAGE_SIZE", static_size(node, "cache", 2)),
         ),
         args=(
-            _pointer("latent", dtype), _pointer("k_rope", dtype), _pointer("cache", cache_dtype),
-            _pointer("slot_mapping", "i64"), *_multiplier(cache_dtype),
-            _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
+            pointer("latent", dtype), pointer("k_rope", dtype), pointer("cache", cache_dtype),
+            pointer("slot_mapping", "i64"), *_multiplier(cache_dtype),
+            scalar("num_tokens", "T"), scalar("num_pages", "num_pages"),
         ),
         bytes=f"T * {(rank + rope_dim) * (ITEM_BYTES[dtype] + ITEM_BYTES[cache_dtype]) + 8}",
         label=f"{dtype}_{cache_dtype}_r{rank}_{rope_dim}",
@@ -66,11 +66,11 @@ def paged_mla_attention(node: fx.Node, target: Target) -> KernelSpec:
             ("WINDOW", latents.window), ("SOFTCAP", latents.softcap),
         ),
         args=(
-            _pointer("q_latent", latents.dtype), _pointer("q_rope", latents.dtype),
-            _pointer("cache", latents.cache_dtype),
-            *(_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")),
-            *_multiplier(latents.cache_dtype), _pointer("out", latents.dtype),
-            *(_scalar(name, name) for name in ("T", "R", "P", "num_pages")),
+            pointer("q_latent", latents.dtype), pointer("q_rope", latents.dtype),
+            pointer("cache", latents.cache_dtype),
+            *(pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")),
+            *_multiplier(latents.cache_dtype), pointer("out", latents.dtype),
+            *(scalar(name, name) for name in ("T", "R", "P", "num_pages")),
         ),
         bytes=latents.bytes,
         flops=f"S * {latents.flops_of_key}",
@@ -99,12 +99,4 @@ ROWS: tuple[Row, ...] = (
 
 
 def _multiplier(cache_dtype: str) -> tuple[Arg, ...]:
-    return (_pointer("multiplier", "fp32"),) if cache_dtype == "fp8" else ()
-
-
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
-
-
-def _scalar(name: str, value: str | int) -> Arg:
-    return Arg(name, "scalar", "i64", value=value)
+    return (pointer("multiplier", "fp32"),) if cache_dtype == "fp8" else ()

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from octavo.codegen.attention_triton import num_splits, parts_scratch, splits_for
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_param
 from octavo.codegen.mla import HeadProduct, Latents
 from octavo.codegen.mla_triton import MAX_RANK, head_linear_spec, joining_spec, mla_spec
-from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
+from octavo.codegen.specs_triton import ceil_div, in_order, number, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 

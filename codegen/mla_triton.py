@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.codegen.attention_triton import Attention, combine_spec, num_splits, parts_scratch, splits_for
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_param, with_stages
 from octavo.codegen.mla import HeadProduct, Latents
-from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, pointer, power_of_2, warps_for
+from octavo.codegen.specs_triton import Heads, ceil_div, in_order, number, power_of_2, warps_for
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 

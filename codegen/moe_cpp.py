@@ -2,12 +2,11 @@
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.kernel import KernelSpec, pointer
 from octavo.codegen.moe import Mixture, Router
 from octavo.codegen.moe_nodes import moe_refusal, read_mixture, read_router, router_refusal
 from octavo.codegen.row import Row, static_size
-from octavo.codegen.rows_cpp import MAX_CHUNK, floats
-from octavo.compiler.program import Dim
+from octavo.codegen.rows_cpp import MAX_CHUNK, floats, scalar
 from octavo.compiler.target import Target
 
 # A token's scores, and where the rows of each expert begin, lie on the stack.
@@ -15,7 +14,7 @@ MAX_EXPERTS = 4096
 
 
 def router_spec(router: Router) -> KernelSpec:
-    bias = (_pointer("bias", router.bias_dtype),) if router.bias_dtype else ()
+    bias = (pointer("bias", router.bias_dtype),) if router.bias_dtype else ()
     return KernelSpec(
         op="router",
         template="cpp/router.cpp.jinja",
@@ -26,8 +25,8 @@ def router_spec(router: Router) -> KernelSpec:
             ("SCALING", router.scaling),
         ),
         args=(
-            _pointer("logits", router.dtype), *bias, _pointer("out_0", "fp32"), _pointer("out_1", "i64"),
-            _rows(router.count),
+            pointer("logits", router.dtype), *bias, pointer("out_0", "fp32"), pointer("out_1", "i64"),
+            scalar("num_rows", router.count),
         ),
         bytes=router.bytes,
         flops=router.flops,
@@ -39,7 +38,7 @@ def moe_spec(mixture: Mixture) -> KernelSpec:
     dtype, biases = mixture.dtype, {}
     for name in ("gate_up_bias", "down_bias"):
         bias = getattr(mixture, name)
-        biases[name] = (_pointer(name, bias),) if bias else ()
+        biases[name] = (pointer(name, bias),) if bias else ()
     return KernelSpec(
         op="moe",
         template="cpp/moe.cpp.jinja",
@@ -51,10 +50,10 @@ def moe_spec(mixture: Mixture) -> KernelSpec:
             ("GATE_UP_CHUNK", chunk(mixture.hidden)), ("DOWN_CHUNK", chunk(mixture.intermediate)),
         ),
         args=(
-            _pointer("x", dtype), _pointer("experts", "i64"), _pointer("weights", "fp32"),
-            _pointer("gate_up", dtype), *biases["gate_up_bias"], _pointer("down", dtype), *biases["down_bias"],
-            _pointer("order", "i32"), _pointer("hidden", dtype), _pointer("parts", "fp32"),
-            _pointer("out", dtype), _rows(mixture.count),
+            pointer("x", dtype), pointer("experts", "i64"), pointer("weights", "fp32"),
+            pointer("gate_up", dtype), *biases["gate_up_bias"], pointer("down", dtype), *biases["down_bias"],
+            pointer("order", "i32"), pointer("hidden", dtype), pointer("parts", "fp32"),
+            pointer("out", dtype), scalar("num_rows", mixture.count),
         ),
         bytes=mixture.bytes,
         flops=mixture.flops,
@@ -97,11 +96,3 @@ ROWS: tuple[Row, ...] = (
     Row("router", "router", refuse_router, lambda node, target: router_spec(read_router(node))),
     Row("moe", "moe", refuse_moe, lambda node, target: moe_spec(read_mixture(node))),
 )
-
-
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
-
-
-def _rows(count: Dim) -> Arg:
-    return Arg("num_rows", "scalar", "i64", value=count)

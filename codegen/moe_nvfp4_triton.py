@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_stages
 from octavo.codegen.moe_grouped import FEW_TILE, MANY_TILE, Grouped, Unit
 from octavo.codegen.quantize_triton import has_fp4_conversion, scale_map
-from octavo.codegen.specs_triton import ceil_div, pointer, tiles
+from octavo.codegen.specs_triton import ceil_div, tiles
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 

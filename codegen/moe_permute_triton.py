@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.moe_grouped import Places
 from octavo.codegen.quantize_triton import has_fp4_conversion
-from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, warps_for
+from octavo.codegen.specs_triton import ceil_div, number, power_of_2, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 

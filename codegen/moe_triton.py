@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_param, with_stages
 from octavo.codegen.moe import Mixture, Router
-from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
+from octavo.codegen.specs_triton import ceil_div, in_order, number, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 

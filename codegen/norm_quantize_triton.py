@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import KernelSpec, Param
+from octavo.codegen.kernel import KernelSpec, Param, pointer
 from octavo.codegen.quantize_triton import FORMATS, LIMITS, Quantization, numbered, quantize_spec
-from octavo.codegen.specs_triton import pointer, rms_norm_spec
+from octavo.codegen.specs_triton import rms_norm_spec
 from octavo.compiler.pointwise import ACTIVATIONS
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target

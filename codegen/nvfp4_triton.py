@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import FEW_ROWS, is_worth_wide, with_param, with_stages
 from octavo.codegen.quantize_triton import has_fp4_conversion, nvfp4_bytes, scale_map, scale_tiles
-from octavo.codegen.specs_triton import ceil_div, in_order, number, pointer, power_of_2, tiles, warps_for
+from octavo.codegen.specs_triton import ceil_div, in_order, number, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 

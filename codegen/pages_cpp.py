@@ -4,26 +4,24 @@ from collections.abc import Callable
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.page_nodes import page_format, row_width
-from octavo.codegen.row import Row, arguments, static_size, tensor
-from octavo.codegen.rows_cpp import QUERY_ROWS, floats
-from octavo.compiler.dims import dtype_name
+from octavo.codegen.quantized_cpp import QUANTIZE_OPERATIONS
+from octavo.codegen.row import Row, arguments, dtype_of, static_size, tensor
+from octavo.codegen.rows_cpp import QUERY_ROWS, floats, scalar
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
 # Bytes of an element, its share of a block scale included.
 PAGE_BYTES = {"fp8": 1.0, "nvfp4": 0.5 + 1 / BLOCK_ELEMENTS}
-# Operations to quantise an element, about.
-QUANTIZE_OPERATIONS = 12
 
 
 def kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, cache = _dtype(node, "k"), _cache(node)
+    dtype, cache = dtype_of(node, "k"), _cache(node)
     args = (
-        _pointer("k", dtype), _pointer("v", dtype), *_caches(node), _pointer("slot_mapping", "i64"),
-        *_scales(node), _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
+        pointer("k", dtype), pointer("v", dtype), *_caches(node), pointer("slot_mapping", "i64"),
+        *_scales(node), scalar("num_tokens", "T"), scalar("num_pages", "num_pages"),
     )  # fmt: skip
     width = _kv_width(node)
     return _spec(
@@ -34,13 +32,13 @@ def kv_write(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, table_dtype = _dtype(node, "qkv"), _dtype(node, "cos_table")
+    dtype, table_dtype = dtype_of(node, "qkv"), dtype_of(node, "cos_table")
     cache, heads = _cache(node), arguments(node)["num_heads"]
     positions, rotary_dim = (static_size(node, "cos_table", axis) for axis in (0, 1))
     args = (
-        _pointer("qkv", dtype), _pointer("cos_table", table_dtype), _pointer("sin_table", table_dtype),
-        _pointer("positions", "i64"), _pointer("slot_mapping", "i64"), *_caches(node), *_scales(node),
-        _pointer("out", dtype), _scalar("num_tokens", "T"), _scalar("num_pages", "num_pages"),
+        pointer("qkv", dtype), pointer("cos_table", table_dtype), pointer("sin_table", table_dtype),
+        pointer("positions", "i64"), pointer("slot_mapping", "i64"), *_caches(node), *_scales(node),
+        pointer("out", dtype), scalar("num_tokens", "T"), scalar("num_pages", "num_pages"),
     )  # fmt: skip
     values: dict[str, Param] = dict(
         dtype=dtype, table_dtype=table_dtype, HEADS=heads, ROTARY_DIM=rotary_dim, POSITIONS=positions, **cache
@@ -58,21 +56,21 @@ def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, cache, given = _dtype(node, "q"), _cache(node), arguments(node)
+    dtype, cache, given = dtype_of(node, "q"), _cache(node), arguments(node)
     heads = static_size(node, "q", 2)
-    args = [_pointer("q", dtype), *_caches(node)]
-    args += [_pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")]
+    args = [pointer("q", dtype), *_caches(node)]
+    args += [pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")]
     values: dict[str, Param] = dict(dtype=dtype, sinks=given["sinks"] is not None, **cache)
     values["read_dtype"] = "fp32" if cache["pages"] else cache["cache_dtype"]
     values["slopes"] = given["slopes"] is not None
     for name, key in (("sinks", "sink_dtype"), ("slopes", "slope_dtype")):
         if given[name] is not None:
-            args.append(_pointer(name, _dtype(node, name)))
-            values[key] = _dtype(node, name)
+            args.append(pointer(name, dtype_of(node, name)))
+            values[key] = dtype_of(node, name)
     args += [
         *_scales(node),
-        _pointer("out", dtype),
-        *(_scalar(name, name) for name in ("T", "R", "P", "num_pages")),
+        pointer("out", dtype),
+        *(scalar(name, name) for name in ("T", "R", "P", "num_pages")),
     ]
     group = heads // int(cache["KV_HEADS"])
     values |= dict(HEADS=heads, QUERY_TOKENS=max(1, QUERY_ROWS // group), WINDOW=given["window"])
@@ -90,7 +88,7 @@ def _cache(node: fx.Node) -> dict[str, Param]:
     """The format and the sizes of pages; k_scales and v_scales: how a kernel names them."""
     scales = {name: name if arguments(node)[name] is not None else "nullptr" for name in SCALES}
     return dict(
-        cache_dtype=_dtype(node, "k_cache"), pages=page_format(node),
+        cache_dtype=dtype_of(node, "k_cache"), pages=page_format(node),
         KV_HEADS=static_size(node, "k_cache", 1), PAGE_SIZE=static_size(node, "k_cache", 2),
         HEAD_DIM=row_width(node, "k"), VALUE_DIM=row_width(node, "v"), **scales,
     )  # fmt: skip
@@ -100,13 +98,13 @@ SCALES = ("k_scales", "v_scales")
 
 
 def _caches(node: fx.Node) -> tuple[Arg, ...]:
-    return tuple(_pointer(name, _dtype(node, name)) for name in ("k_cache", "v_cache"))
+    return tuple(pointer(name, dtype_of(node, name)) for name in ("k_cache", "v_cache"))
 
 
 def _scales(node: fx.Node) -> tuple[Arg, ...]:
     """What quantised pages bring along."""
     return tuple(
-        _pointer(name, _dtype(node, name))
+        pointer(name, dtype_of(node, name))
         for name in (*SCALES, "multipliers")
         if arguments(node)[name] is not None
     )
@@ -119,12 +117,12 @@ def _kv_width(node: fx.Node) -> int:
 
 def _token_bytes(node: fx.Node) -> int:
     """Bytes of a token in the pages."""
-    each = PAGE_BYTES.get(page_format(node), ITEM_BYTES[_dtype(node, "k_cache")])
+    each = PAGE_BYTES.get(page_format(node), ITEM_BYTES[dtype_of(node, "k_cache")])
     return int(_kv_width(node) * each)
 
 
 def _page_name(node: fx.Node) -> str:
-    return page_format(node) or _dtype(node, "k_cache")
+    return page_format(node) or dtype_of(node, "k_cache")
 
 
 def page_dtypes(*floating: str) -> Callable[[fx.Node, Target], str | None]:
@@ -161,15 +159,3 @@ def _spec(
 ) -> KernelSpec:
     template, parameters = f"cpp/{op}.cpp.jinja", tuple(values.items())
     return KernelSpec(op, template, parameters, args, bytes=bytes, flops=flops, label=label)
-
-
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
-
-
-def _scalar(name: str, value: Param) -> Arg:
-    return Arg(name, "scalar", "i64", value=value)
-
-
-def _dtype(node: fx.Node, name: str) -> str:
-    return dtype_name(tensor(node, name))

@@ -6,9 +6,8 @@ from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.kv_quantize_triton import kv_write_quantize_spec, rope_kv_write_quantize_spec
 from octavo.codegen.page_nodes import page_format, row_width
-from octavo.codegen.row import Row, arguments, static_size, tensor, token_count
+from octavo.codegen.row import Row, arguments, dtype_of, static_size, token_count
 from octavo.codegen.specs_triton import Heads, kv_write_spec, rope_kv_write_spec
-from octavo.compiler.dims import dtype_name
 from octavo.compiler.target import Target
 
 # Rows of a prefill tile, which must hold at least one token's query heads of a kv head.
@@ -17,7 +16,7 @@ MAX_GROUP = 128
 
 def kv_write(node: fx.Node, target: Target) -> KernelSpec:
     # the op has no result to count the rows of; every token of the step is written
-    heads, dtype, pages = heads_of(node, static_size(node, "k", 2)), _dtype(node, "k"), page_format(node)
+    heads, dtype, pages = heads_of(node, static_size(node, "k", 2)), dtype_of(node, "k"), page_format(node)
     return (
         kv_write_quantize_spec("T", heads, dtype, pages, target)
         if pages
@@ -28,7 +27,7 @@ def kv_write(node: fx.Node, target: Target) -> KernelSpec:
 def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
     given, pages = arguments(node), page_format(node)
     heads, rotary_dim = heads_of(node, given["num_heads"]), static_size(node, "cos_table", 1)
-    options = (token_count(node), heads, rotary_dim, _dtype(node, "qkv"), given["interleaved"])
+    options = (token_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"])
     return rope_kv_write_quantize_spec(*options, pages, target) if pages else rope_kv_write_spec(*options)
 
 
@@ -36,7 +35,7 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
     given = arguments(node)
     attention = Attention(
         heads=heads_of(node, static_size(node, "q", 2)),
-        dtype=_dtype(node, "q"),
+        dtype=dtype_of(node, "q"),
         scale=given["scale"],
         window=given["window"],
         softcap=given["softcap"],
@@ -53,10 +52,6 @@ def heads_of(node: fx.Node, num_heads: int) -> Heads:
     return Heads(num_heads, kv_heads, row_width(node, "k"), row_width(node, "v"), page_size)
 
 
-def _dtype(node: fx.Node, name: str) -> str:
-    return dtype_name(tensor(node, name))
-
-
 def lacks_e4m3(node: fx.Node, target: Target) -> str | None:
     """Refuses quantised pages where no instruction converts E4M3."""
     if not page_format(node) or (target.arch or 0) >= 90:
@@ -68,7 +63,7 @@ def attention_refusal(node: fx.Node, target: Target) -> str | None:
     group = static_size(node, "q", 2) // static_size(node, "k_cache", 1)
     if group > MAX_GROUP:
         return f"at most {MAX_GROUP} query heads may share a kv head, got {group}"
-    if page_format(node) and _dtype(node, "q") == "fp32":
+    if page_format(node) and dtype_of(node, "q") == "fp32":
         return "queries of fp32 would be multiplied in fp16 with quantised pages; compile with dtype='bf16'"
     return lacks_e4m3(node, target)
 

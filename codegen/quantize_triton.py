@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.specs_triton import ceil_div, number, pointer, power_of_2, tiles, warps_for
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
+from octavo.codegen.specs_triton import ceil_div, number, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 

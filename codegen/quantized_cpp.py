@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import KernelSpec, Param, pointer
 from octavo.codegen.moe_cpp import chunk
-from octavo.codegen.row import Row, arguments, op_name, result_dtype, row_count, static_size, tensor
-from octavo.codegen.rows_cpp import floats, unknown_activation
+from octavo.codegen.row import Row, arguments, dtype_of, op_name, result_dtype, row_count, static_size
+from octavo.codegen.rows_cpp import floats, rows_arg, unknown_activation
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import ITEM_BYTES
@@ -37,25 +37,25 @@ def act_mul_quantize(node: fx.Node, target: Target) -> KernelSpec:
 def _producer(node: fx.Node, names: tuple[str, ...], width: int, operations: int) -> KernelSpec:
     """A kernel that makes rows of `width` elements of what it reads, `names`, and quantises them."""
     given, count, op = arguments(node), row_count(node), str(op_name(node))
-    dtype, outer = _dtype(node, names[0]), given["outer"]
+    dtype, outer = dtype_of(node, names[0]), given["outer"]
     results = dict(zip(_parts(node), map(dtype_name, node.meta["val"]), strict=True))
     places = {part: f"out_{index}" for index, part in enumerate(results)}
     values: dict[str, Param] = dict(dtype=dtype, format=given["format"], WIDTH=width)
     values |= {part: places.get(part, "nullptr") for part in PARTS if part != "codes"}
     values["outer"] = "nullptr" if outer is None else "outer"
     if "weight" in names:
-        values |= dict(weight_dtype=_dtype(node, "weight"), EPS=float(given["eps"]))
+        values |= dict(weight_dtype=dtype_of(node, "weight"), EPS=float(given["eps"]))
         values["OFFSET"] = float(given["offset"])
     if "activation" in given:
         values["activation"] = given["activation"]
     inputs = [
-        _pointer(name, _dtype(node, name)) for name in (*names, *(["outer"] if outer is not None else []))
+        pointer(name, dtype_of(node, name)) for name in (*names, *(["outer"] if outer is not None else []))
     ]
-    outputs = [_pointer(places[part], results[part]) for part in results]
-    moved = sum(static_size(node, n, -1) * ITEM_BYTES[_dtype(node, n)] for n in names if n != "weight")
+    outputs = [pointer(places[part], results[part]) for part in results]
+    moved = sum(static_size(node, n, -1) * ITEM_BYTES[dtype_of(node, n)] for n in names if n != "weight")
     moved += sum(value.shape[-1] * ITEM_BYTES[dtype_name(value)] for value in node.meta["val"])
     return KernelSpec(
-        op, f"cpp/{op}.cpp.jinja", tuple(values.items()), (*inputs, *outputs, _rows(node)),
+        op, f"cpp/{op}.cpp.jinja", tuple(values.items()), (*inputs, *outputs, rows_arg(node)),
         bytes=f"({count}) * {moved}", flops=f"({count}) * {width * (QUANTIZE_OPERATIONS + operations)}",
         label=f"{given['format']}_{dtype}_w{width}",
     )  # fmt: skip
@@ -76,7 +76,7 @@ def nvfp4_linear(node: fx.Node, target: Target) -> KernelSpec:
 
 def nvfp4_weight_linear(node: fx.Node, target: Target) -> KernelSpec:
     columns, length = static_size(node, "weight", 0), 2 * static_size(node, "weight", 1)
-    more: dict[str, Param] = dict(dtype=_dtype(node, "x"), CHUNK=chunk(length))
+    more: dict[str, Param] = dict(dtype=dtype_of(node, "x"), CHUNK=chunk(length))
     return _product(node, ("x", "weight", "weight_scale"), columns, length, more)
 
 
@@ -91,21 +91,21 @@ def _product(
     given, count, out_dtype = arguments(node), row_count(node), result_dtype(node)
     op = str(op_name(node))
     optional = [name for name in ("row_scale", "bias") if given.get(name) is not None]
-    pointers = [_pointer(name, _dtype(node, name)) for name in (*names, "alpha", *optional)]
+    pointers = [pointer(name, dtype_of(node, name)) for name in (*names, "alpha", *optional)]
     values: dict[str, Param] = dict(
         out_dtype=out_dtype, N=columns, K=length, ALPHAS=static_size(node, "alpha", 0)
     )
     values |= {name: name in optional for name in ("row_scale", "bias")}
     sides: dict[bool, int] = {False: columns * ITEM_BYTES[out_dtype], True: 4 * static_size(node, "alpha", 0)}
     for name in names:
-        row = static_size(node, name, -1) * ITEM_BYTES[_dtype(node, name)]
+        row = static_size(node, name, -1) * ITEM_BYTES[dtype_of(node, name)]
         is_weight = name.startswith("weight")
         sides[is_weight] += columns * row if is_weight else row
     return KernelSpec(
         op, f"cpp/{op}.cpp.jinja", tuple((values | more).items()),
-        (*pointers, _pointer("out", out_dtype), _rows(node)),
+        (*pointers, pointer("out", out_dtype), rows_arg(node)),
         bytes=f"({count}) * {sides[False]} + {sides[True]}", flops=f"({count}) * {2 * columns * length}",
-        label=f"{_dtype(node, 'x')}_n{columns}_k{length}",
+        label=f"{dtype_of(node, 'x')}_n{columns}_k{length}",
     )  # fmt: skip
 
 
@@ -149,15 +149,3 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("fp8_linear", "fp8_linear", floats("bias"), fp8_linear),
 )
-
-
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
-
-
-def _rows(node: fx.Node) -> Arg:
-    return Arg("num_rows", "scalar", "i64", value=row_count(node))
-
-
-def _dtype(node: fx.Node, name: str) -> str:
-    return dtype_name(tensor(node, name))

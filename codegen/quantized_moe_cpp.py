@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec
+from octavo.codegen.kernel import Arg, KernelSpec, pointer
 from octavo.codegen.moe_cpp import chunk, too_many_experts
 from octavo.codegen.quantized_cpp import linear_scales
 from octavo.codegen.quantized_moe_nodes import (
@@ -12,7 +12,7 @@ from octavo.codegen.quantized_moe_nodes import (
     read_quantized_mixture,
 )
 from octavo.codegen.row import Row, arguments, op_name, static_size
-from octavo.codegen.rows_cpp import floats
+from octavo.codegen.rows_cpp import floats, scalar
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
@@ -28,10 +28,10 @@ def quantized_moe_spec(op: str, mixture: QuantizedMixture) -> KernelSpec:
         ("gate_up", "x_outer", mixture.x_outer),
         ("down", "hidden_outer", mixture.hidden_outer),
     ):
-        weights += [_pointer(outer, "fp32")] * rows + [_pointer(name, codes)]
-        weights += [_pointer(f"{name}_scale", "fp8")] * has_scales + [_pointer(f"{name}_alpha", "fp32")]
+        weights += [pointer(outer, "fp32")] * rows + [pointer(name, codes)]
+        weights += [pointer(f"{name}_scale", "fp8")] * has_scales + [pointer(f"{name}_alpha", "fp32")]
         bias = getattr(mixture, f"{name}_bias")
-        weights += [_pointer(f"{name}_bias", bias)] if bias else []
+        weights += [pointer(f"{name}_bias", bias)] if bias else []
     scratch = _scratch(mixture)
     return KernelSpec(
         op=op,
@@ -46,9 +46,9 @@ def quantized_moe_spec(op: str, mixture: QuantizedMixture) -> KernelSpec:
             ("DOWN_CHUNK", chunk(mixture.intermediate)),
         ),
         args=(
-            _pointer("x", dtype), _pointer("experts", "i64"), _pointer("weights", "fp32"), *weights,
-            *(_pointer(name, kind) for name, kind, _ in scratch), _pointer("out", dtype),
-            Arg("num_rows", "scalar", "i64", value=mixture.count),
+            pointer("x", dtype), pointer("experts", "i64"), pointer("weights", "fp32"), *weights,
+            *(pointer(name, kind) for name, kind, _ in scratch), pointer("out", dtype),
+            scalar("num_rows", mixture.count),
         ),
         bytes=mixture.bytes,
         flops=mixture.flops,
@@ -105,7 +105,3 @@ ROWS: tuple[Row, ...] = tuple(
     )
     for op in SCHEMES
 )
-
-
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)

@@ -9,8 +9,8 @@ from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tm
 from octavo.codegen.norm_quantize_triton import act_mul_quantize_spec, rms_norm_quantize_spec
 from octavo.codegen.nvfp4_triton import Nvfp4Product, nvfp4_linear_spec, nvfp4_refusal
 from octavo.codegen.quantize_triton import Quantization, quantize_spec
-from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size
-from octavo.codegen.rows_triton import dtype_of, wider_than_a_program
+from octavo.codegen.row import Row, arguments, dtype_of, result_dtype, row_count, static_size
+from octavo.codegen.rows_triton import wider_than_a_program
 from octavo.compiler.target import Target
 
 # Of the block scales of activations and of weights.

@@ -68,6 +68,11 @@ def tensor(node: fx.Node, name: str) -> torch.Tensor:
     return value
 
 
+def dtype_of(node: fx.Node, name: str) -> str:
+    """The dtype of a tensor argument, by its name in programs."""
+    return dtype_name(tensor(node, name))
+
+
 def static_size(node: fx.Node, name: str, axis: int) -> int:
     """A size that kernels are specialised on. Raises CodegenError if it is symbolic."""
     size = tensor(node, name).shape[axis]

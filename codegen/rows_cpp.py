@@ -4,9 +4,17 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
-from octavo.codegen.row import Row, arguments, result_dtype, row_count, static_size, tensor, token_count
-from octavo.compiler.dims import dtype_name
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
+from octavo.codegen.row import (
+    Row,
+    arguments,
+    dtype_of,
+    result_dtype,
+    row_count,
+    static_size,
+    tensor,
+    token_count,
+)
 from octavo.compiler.ops.pointwise import kind
 from octavo.compiler.pointwise import ACTIVATIONS, NAMES, operations, write
 from octavo.compiler.program import ITEM_BYTES
@@ -19,10 +27,10 @@ QUERY_ROWS = 16
 
 
 def embedding(node: fx.Node, target: Target) -> KernelSpec:
-    dtype = _dtype(node, "weight")
+    dtype = dtype_of(node, "weight")
     rows, width = _sizes(node, "weight", 0, 1)
     count = row_count(node)
-    args = (_pointer("ids", "i64"), _pointer("weight", dtype), _pointer("out", dtype), _rows(node))
+    args = (pointer("ids", "i64"), pointer("weight", dtype), pointer("out", dtype), rows_arg(node))
     return _spec(
         "embedding", args, f"{dtype}_w{width}", dict(dtype=dtype, ROWS=rows, WIDTH=width),
         bytes=f"{count} * {2 * width * ITEM_BYTES[dtype] + 8}",
@@ -30,8 +38,8 @@ def embedding(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, weight_dtype, hidden = _dtype(node, "x"), _dtype(node, "weight"), static_size(node, "x", -1)
-    args = (_pointer("x", dtype), _pointer("weight", weight_dtype), _pointer("out", dtype), _rows(node))
+    dtype, weight_dtype, hidden = dtype_of(node, "x"), dtype_of(node, "weight"), static_size(node, "x", -1)
+    args = (pointer("x", dtype), pointer("weight", weight_dtype), pointer("out", dtype), rows_arg(node))
     return _spec(
         "rms_norm", args, f"{dtype}_h{hidden}", dict(dtype=dtype, weight_dtype=weight_dtype, **_norm(node)),
         bytes=f"{row_count(node)} * {2 * hidden * ITEM_BYTES[dtype]} + {hidden * ITEM_BYTES[weight_dtype]}",
@@ -40,10 +48,10 @@ def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def add_rms_norm(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, weight_dtype, hidden = _dtype(node, "x"), _dtype(node, "weight"), static_size(node, "x", -1)
+    dtype, weight_dtype, hidden = dtype_of(node, "x"), dtype_of(node, "weight"), static_size(node, "x", -1)
     args = (
-        _pointer("x", dtype), _pointer("residual", dtype), _pointer("weight", weight_dtype),
-        _pointer("out_0", dtype), _pointer("out_1", dtype), _rows(node),
+        pointer("x", dtype), pointer("residual", dtype), pointer("weight", weight_dtype),
+        pointer("out_0", dtype), pointer("out_1", dtype), rows_arg(node),
     )  # fmt: skip
     return _spec(
         "add_rms_norm", args, f"{dtype}_h{hidden}",
@@ -54,12 +62,12 @@ def add_rms_norm(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def linear(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, out_dtype = _dtype(node, "x"), result_dtype(node)
+    dtype, out_dtype = dtype_of(node, "x"), result_dtype(node)
     columns, length = _sizes(node, "weight", 0, 1)
     has_bias = arguments(node)["bias"] is not None
-    args = [_pointer("x", dtype), _pointer("weight", dtype), _pointer("out", out_dtype), _rows(node)]
+    args = [pointer("x", dtype), pointer("weight", dtype), pointer("out", out_dtype), rows_arg(node)]
     if has_bias:
-        args.insert(2, _pointer("bias", dtype))
+        args.insert(2, pointer("bias", dtype))
     chunks = -(-length // MAX_CHUNK)
     chunk = -(-length // (64 * chunks)) * 64
     item, count = ITEM_BYTES[dtype], row_count(node)
@@ -73,12 +81,12 @@ def linear(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def rope(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, table_dtype = _dtype(node, "x"), _dtype(node, "cos")
+    dtype, table_dtype = dtype_of(node, "x"), dtype_of(node, "cos")
     heads, head_dim = _sizes(node, "x", 2, 3)
     rotary_dim = static_size(node, "cos", -1)
     args = (
-        _pointer("x", dtype), _pointer("cos", table_dtype), _pointer("sin", table_dtype),
-        _pointer("out", dtype), _scalar("num_rows", token_count(node)),
+        pointer("x", dtype), pointer("cos", table_dtype), pointer("sin", table_dtype),
+        pointer("out", dtype), scalar("num_rows", token_count(node)),
     )  # fmt: skip
     values = dict(dtype=dtype, table_dtype=table_dtype, interleaved=_interleaved(node))
     width = heads * head_dim
@@ -91,9 +99,9 @@ def rope(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def act_mul(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, width = _dtype(node, "gate_up"), static_size(node, "gate_up", -1) // 2
+    dtype, width = dtype_of(node, "gate_up"), static_size(node, "gate_up", -1) // 2
     activation = arguments(node)["activation"]
-    args = (_pointer("gate_up", dtype), _pointer("out", dtype), _rows(node))
+    args = (pointer("gate_up", dtype), pointer("out", dtype), rows_arg(node))
     return _spec(
         "act_mul", args, f"{dtype}_{activation}_w{width}",
         dict(dtype=dtype, activation=activation, WIDTH=width),
@@ -103,10 +111,10 @@ def act_mul(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def gather_logits(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, width = _dtype(node, "hidden"), static_size(node, "hidden", -1)
+    dtype, width = dtype_of(node, "hidden"), static_size(node, "hidden", -1)
     args = (
-        _pointer("hidden", dtype), _pointer("logit_rows", "i64"), _pointer("out", dtype),
-        _scalar("num_tokens", "T"), _rows(node),
+        pointer("hidden", dtype), pointer("logit_rows", "i64"), pointer("out", dtype),
+        scalar("num_tokens", "T"), rows_arg(node),
     )  # fmt: skip
     return _spec(
         "gather_logits", args, f"{dtype}_w{width}", dict(dtype=dtype, WIDTH=width),
@@ -115,8 +123,8 @@ def gather_logits(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def add(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, width = _dtype(node, "x"), static_size(node, "x", -1)
-    args = (_pointer("x", dtype), _pointer("y", dtype), _pointer("out", dtype), _rows(node))
+    dtype, width = dtype_of(node, "x"), static_size(node, "x", -1)
+    args = (pointer("x", dtype), pointer("y", dtype), pointer("out", dtype), rows_arg(node))
     return _spec(
         "add", args, f"{dtype}_w{width}", dict(dtype=dtype, WIDTH=width),
         bytes=f"{row_count(node)} * {3 * width * ITEM_BYTES[dtype]}", flops=f"{row_count(node)} * {width}",
@@ -124,12 +132,12 @@ def add(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, hidden, given = _dtype(node, "x"), static_size(node, "x", -1), arguments(node)
+    dtype, hidden, given = dtype_of(node, "x"), static_size(node, "x", -1), arguments(node)
     present = [name for name in ("weight", "bias") if given[name] is not None]
-    weight_dtype = _dtype(node, present[0]) if present else dtype
+    weight_dtype = dtype_of(node, present[0]) if present else dtype
     args = (
-        _pointer("x", dtype), *(_pointer(name, weight_dtype) for name in present), _pointer("out", dtype),
-        _rows(node),
+        pointer("x", dtype), *(pointer(name, weight_dtype) for name in present), pointer("out", dtype),
+        rows_arg(node),
     )  # fmt: skip
     values: dict[str, Param] = dict(
         dtype=dtype, weight_dtype=weight_dtype, HIDDEN=hidden, EPS=float(given["eps"])
@@ -152,15 +160,16 @@ def pointwise(node: fx.Node, target: Target) -> KernelSpec:
     kinds = {name: kind(tensor(node, name), tensor(node, "a")) for name in names}
     body = write(expression, lambda value: f"{value!r}f", lambda name, x: f"{CPP_CALLS.get(name, name)}({x})")
     item = (
-        sum(ITEM_BYTES[_dtype(node, name)] for name in names if kinds[name] == "rows") + ITEM_BYTES[out_dtype]
+        sum(ITEM_BYTES[dtype_of(node, name)] for name in names if kinds[name] == "rows")
+        + ITEM_BYTES[out_dtype]
     )
     return _spec(
         "pointwise",
-        (*(_pointer(name, _dtype(node, name)) for name in names), _pointer("out", out_dtype), _rows(node)),
+        (*(pointer(name, dtype_of(node, name)) for name in names), pointer("out", out_dtype), rows_arg(node)),
         f"{out_dtype}_w{width}",
         dict(
             expression=expression, body=body, out_dtype=out_dtype, WIDTH=width, OPERATIONS=operations(expression) + 1,
-            operands=";".join(f"{name} {_dtype(node, name)} {kinds[name]}" for name in names),
+            operands=";".join(f"{name} {dtype_of(node, name)} {kinds[name]}" for name in names),
         ),
         bytes=f"({row_count(node)}) * {width * item}",
         flops=f"({row_count(node)}) * {width * operations(expression)}",
@@ -210,20 +219,14 @@ def _spec(
     return KernelSpec(op, f"cpp/{op}.cpp.jinja", parameters, args, bytes=bytes, flops=flops, label=label)
 
 
-def _pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
-
-
-def _scalar(name: str, value: Param) -> Arg:
+def scalar(name: str, value: Param) -> Arg:
+    """A size of the step."""
     return Arg(name, "scalar", "i64", value=value)
 
 
-def _rows(node: fx.Node) -> Arg:
-    return _scalar("num_rows", row_count(node))
-
-
-def _dtype(node: fx.Node, name: str) -> str:
-    return dtype_name(tensor(node, name))
+def rows_arg(node: fx.Node) -> Arg:
+    """How many rows the kernel makes."""
+    return scalar("num_rows", row_count(node))
 
 
 def _sizes(node: fx.Node, name: str, *axes: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from octavo.codegen.row import (
     Row,
     always,
     arguments,
+    dtype_of,
     result_dtype,
     row_count,
     static_size,
@@ -26,7 +27,6 @@ from octavo.codegen.specs_triton import (
     rms_norm_spec,
     rope_spec,
 )
-from octavo.compiler.dims import dtype_name
 from octavo.compiler.ops.pointwise import kind
 from octavo.compiler.pointwise import NAMES
 from octavo.compiler.target import Target
@@ -47,10 +47,6 @@ def wider_than_a_program(name: str) -> Reject:
         )
 
     return reject
-
-
-def dtype_of(node: fx.Node, name: str) -> str:
-    return dtype_name(tensor(node, name))
 
 
 def embedding(node: fx.Node, target: Target) -> KernelSpec:

@@ -7,9 +7,9 @@ processed) and sample_spec, which serves greedy rows among the others too.
 from dataclasses import dataclass
 
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_stages
-from octavo.codegen.specs_triton import ceil_div, gather_rows_spec, in_order, pointer, power_of_2
+from octavo.codegen.specs_triton import ceil_div, gather_rows_spec, in_order, power_of_2
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 

@@ -5,13 +5,9 @@ bytes and flops count what the equation needs, every operand once; S is the cont
 
 from dataclasses import dataclass, replace
 
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.compiler.pointwise import operations, write
 from octavo.compiler.program import ITEM_BYTES, Dim
-
-
-def pointer(name: str, dtype: str) -> Arg:
-    return Arg(name, "pointer", dtype)
 
 
 def number(name: str, value: Dim) -> Arg:

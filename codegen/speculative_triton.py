@@ -7,7 +7,7 @@ greedy_spec; verify_spec serves any mixture, since a greedy row's record keeps o
 from dataclasses import dataclass, replace
 
 from octavo.codegen.corner import Corner
-from octavo.codegen.kernel import Arg, KernelSpec, Param
+from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.sampling_triton import (
     ACCEPT_STREAM,
     RECORD_WORDS,
@@ -16,7 +16,7 @@ from octavo.codegen.sampling_triton import (
     vocabulary_refusal,
     vocabulary_splits,
 )  # fmt: skip
-from octavo.codegen.specs_triton import ceil_div, in_order, pointer, power_of_2
+from octavo.codegen.specs_triton import ceil_div, in_order, power_of_2
 from octavo.compiler.target import Target
 
 
