@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
-from octavo.codegen.row import arguments, result_dtype
+from octavo.codegen.row import result_dtype
 from octavo.compiler.dims import CACHE_NAME, dim_names, dtype_name, is_view, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.origin import where
 from octavo.compiler.program import ITEM_BYTES, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
 from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
@@ -136,7 +137,7 @@ class _Emitter:
 
     def _buffer(self, node: fx.Node, arg: Arg) -> str:
         name = arg.name.removesuffix("_ptr").removesuffix("_desc")
-        given = arguments(node)
+        given = named_arguments(node)
         if name in given and isinstance(given[name], fx.Node):
             return self.names[given[name]][0]
         if f"{node.name}.{name}" in self.buffers:

@@ -6,9 +6,10 @@ from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, pointer
 from octavo.codegen.mla_nodes import read_head_product, read_latents
-from octavo.codegen.row import Row, arguments, static_size, tensor, token_count
+from octavo.codegen.row import Row, static_size, tensor, token_count
 from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats, scalar
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
 
@@ -82,7 +83,7 @@ def latent_dtypes(names: str) -> Callable[[fx.Node, Target], str | None]:
     """Takes pages of E4M3 with a multiplier, or floats without."""
 
     def reject(node: fx.Node, target: Target) -> str | None:
-        if arguments(node)["multiplier"] is None:
+        if named_arguments(node)["multiplier"] is None:
             return floats(names, "cache")(node, target)
         if (dtype := dtype_name(tensor(node, "cache"))) != "fp8":
             return f"expected pages of fp8 beside a multiplier, got {dtype}"

@@ -3,12 +3,13 @@
 from torch import fx
 
 from octavo.codegen.mla import HeadProduct, Latents
-from octavo.codegen.row import arguments, static_size, tensor
+from octavo.codegen.row import static_size, tensor
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.legality import named_arguments
 
 
 def read_latents(node: fx.Node) -> Latents:
-    given = arguments(node)
+    given = named_arguments(node)
     return Latents(
         heads=static_size(node, "q_latent", 2),
         rank=static_size(node, "q_latent", 3),

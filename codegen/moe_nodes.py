@@ -3,15 +3,16 @@
 from torch import fx
 
 from octavo.codegen.moe import Mixture, Router
-from octavo.codegen.row import arguments, static_size, tensor, token_count
+from octavo.codegen.row import static_size, tensor, token_count
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops.moe import GROUP_SCORES, SCORINGS
 from octavo.compiler.pointwise import ACTIVATIONS
 from octavo.compiler.target import Target
 
 
 def read_router(node: fx.Node) -> Router:
-    given = arguments(node)
+    given = named_arguments(node)
     grouped = given["num_groups"] > 1
     return Router(
         count=token_count(node),
@@ -29,7 +30,7 @@ def read_router(node: fx.Node) -> Router:
 
 
 def read_mixture(node: fx.Node) -> Mixture:
-    given = arguments(node)
+    given = named_arguments(node)
     return Mixture(
         count=token_count(node),
         dtype=dtype_name(tensor(node, "x")),
@@ -48,7 +49,7 @@ def read_mixture(node: fx.Node) -> Mixture:
 
 def router_refusal(node: fx.Node, target: Target) -> str | None:
     """Options without a meaning, and choices that cannot be made."""
-    given, experts = arguments(node), static_size(node, "logits", -1)
+    given, experts = named_arguments(node), static_size(node, "logits", -1)
     groups, top_k = given["num_groups"], given["top_k"]
     if given["scoring"] not in SCORINGS:
         return f"scoring must be one of {', '.join(SCORINGS)}, got {given['scoring']!r}"
@@ -79,11 +80,11 @@ def moe_refusal(node: fx.Node, target: Target) -> str | None:
 
 
 def activation_refusal(node: fx.Node) -> str | None:
-    activation, known = arguments(node)["activation"], (*ACTIVATIONS, "swiglu_oai")
+    activation, known = named_arguments(node)["activation"], (*ACTIVATIONS, "swiglu_oai")
     return (
         None if activation in known else f"activation must be one of {', '.join(known)}, got {activation!r}"
     )
 
 
 def _dtype_if_any(node: fx.Node, name: str) -> str:
-    return "" if arguments(node)[name] is None else dtype_name(tensor(node, name))
+    return "" if named_arguments(node)[name] is None else dtype_name(tensor(node, name))

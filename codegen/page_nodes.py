@@ -2,8 +2,9 @@
 
 from torch import fx
 
-from octavo.codegen.row import arguments, tensor
+from octavo.codegen.row import tensor
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops.paging import page_width
 
 # What pages are called by the dtype of their cache; "" those of floats.
@@ -17,5 +18,5 @@ def page_format(node: fx.Node) -> str:
 
 def row_width(node: fx.Node, kind: str) -> int:
     """Elements of a head's row in the pages of keys ("k") or values ("v")."""
-    scales = arguments(node)[f"{kind}_scales"]
+    scales = named_arguments(node)[f"{kind}_scales"]
     return page_width(tensor(node, f"{kind}_cache"), None if scales is None else scales.meta["val"])

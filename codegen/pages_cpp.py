@@ -7,8 +7,9 @@ from torch import fx
 from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.page_nodes import page_format, row_width
 from octavo.codegen.quantized_cpp import QUANTIZE_OPERATIONS
-from octavo.codegen.row import Row, arguments, dtype_of, static_size, tensor
+from octavo.codegen.row import Row, dtype_of, static_size, tensor
 from octavo.codegen.rows_cpp import QUERY_ROWS, floats, scalar
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
@@ -33,7 +34,7 @@ def kv_write(node: fx.Node, target: Target) -> KernelSpec:
 
 def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
     dtype, table_dtype = dtype_of(node, "qkv"), dtype_of(node, "cos_table")
-    cache, heads = _cache(node), arguments(node)["num_heads"]
+    cache, heads = _cache(node), named_arguments(node)["num_heads"]
     positions, rotary_dim = (static_size(node, "cos_table", axis) for axis in (0, 1))
     args = (
         pointer("qkv", dtype), pointer("cos_table", table_dtype), pointer("sin_table", table_dtype),
@@ -43,7 +44,7 @@ def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
     values: dict[str, Param] = dict(
         dtype=dtype, table_dtype=table_dtype, HEADS=heads, ROTARY_DIM=rotary_dim, POSITIONS=positions, **cache
     )
-    values["interleaved"] = "true" if arguments(node)["interleaved"] else "false"
+    values["interleaved"] = "true" if named_arguments(node)["interleaved"] else "false"
     q_width, kv_width = heads * int(cache["HEAD_DIM"]), _kv_width(node)
     moved = (2 * q_width + kv_width) * ITEM_BYTES[dtype] + _token_bytes(node)
     operations = 3 * (heads + int(cache["KV_HEADS"])) * rotary_dim
@@ -56,7 +57,7 @@ def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, cache, given = dtype_of(node, "q"), _cache(node), arguments(node)
+    dtype, cache, given = dtype_of(node, "q"), _cache(node), named_arguments(node)
     heads = static_size(node, "q", 2)
     args = [pointer("q", dtype), *_caches(node)]
     args += [pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")]
@@ -86,7 +87,7 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
 
 def _cache(node: fx.Node) -> dict[str, Param]:
     """The format and the sizes of pages; k_scales and v_scales: how a kernel names them."""
-    scales = {name: name if arguments(node)[name] is not None else "nullptr" for name in SCALES}
+    scales = {name: name if named_arguments(node)[name] is not None else "nullptr" for name in SCALES}
     return dict(
         cache_dtype=dtype_of(node, "k_cache"), pages=page_format(node),
         KV_HEADS=static_size(node, "k_cache", 1), PAGE_SIZE=static_size(node, "k_cache", 2),
@@ -106,7 +107,7 @@ def _scales(node: fx.Node) -> tuple[Arg, ...]:
     return tuple(
         pointer(name, dtype_of(node, name))
         for name in (*SCALES, "multipliers")
-        if arguments(node)[name] is not None
+        if named_arguments(node)[name] is not None
     )
 
 
@@ -130,9 +131,9 @@ def page_dtypes(*floating: str) -> Callable[[fx.Node, Target], str | None]:
 
     def reject(node: fx.Node, target: Target) -> str | None:
         dtypes = [str(tensor(node, name).dtype).removeprefix("torch.") for name in ("k_cache", "v_cache")]
-        if arguments(node)["multipliers"] is None:
+        if named_arguments(node)["multipliers"] is None:
             return floats(*floating, "k_cache v_cache")(node, target)
-        wanted = "float8_e4m3fn" if arguments(node)["k_scales"] is None else "uint8"
+        wanted = "float8_e4m3fn" if named_arguments(node)["k_scales"] is None else "uint8"
         if dtypes != [wanted] * 2:
             return f"expected pages of {wanted}, got k_cache {dtypes[0]}, v_cache {dtypes[1]}"
         return floats(*floating)(node, target)

@@ -6,8 +6,9 @@ from octavo.codegen.attention_triton import Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.kv_quantize_triton import kv_write_quantize_spec, rope_kv_write_quantize_spec
 from octavo.codegen.page_nodes import page_format, row_width
-from octavo.codegen.row import Row, arguments, dtype_of, static_size, token_count
+from octavo.codegen.row import Row, dtype_of, static_size, token_count
 from octavo.codegen.specs_triton import Heads, kv_write_spec, rope_kv_write_spec
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import Target
 
 # Rows of a prefill tile, which must hold at least one token's query heads of a kv head.
@@ -25,14 +26,14 @@ def kv_write(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def rope_kv_write(node: fx.Node, target: Target) -> KernelSpec:
-    given, pages = arguments(node), page_format(node)
+    given, pages = named_arguments(node), page_format(node)
     heads, rotary_dim = heads_of(node, given["num_heads"]), static_size(node, "cos_table", 1)
     options = (token_count(node), heads, rotary_dim, dtype_of(node, "qkv"), given["interleaved"])
     return rope_kv_write_quantize_spec(*options, pages, target) if pages else rope_kv_write_spec(*options)
 
 
 def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
-    given = arguments(node)
+    given = named_arguments(node)
     attention = Attention(
         heads=heads_of(node, static_size(node, "q", 2)),
         dtype=dtype_of(node, "q"),

@@ -6,9 +6,10 @@ from torch import fx
 
 from octavo.codegen.kernel import KernelSpec, Param, pointer
 from octavo.codegen.moe_cpp import chunk
-from octavo.codegen.row import Row, arguments, dtype_of, op_name, result_dtype, row_count, static_size
+from octavo.codegen.row import Row, dtype_of, op_name, result_dtype, row_count, static_size
 from octavo.codegen.rows_cpp import floats, rows_arg, unknown_activation
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
@@ -36,7 +37,7 @@ def act_mul_quantize(node: fx.Node, target: Target) -> KernelSpec:
 
 def _producer(node: fx.Node, names: tuple[str, ...], width: int, operations: int) -> KernelSpec:
     """A kernel that makes rows of `width` elements of what it reads, `names`, and quantises them."""
-    given, count, op = arguments(node), row_count(node), str(op_name(node))
+    given, count, op = named_arguments(node), row_count(node), str(op_name(node))
     dtype, outer = dtype_of(node, names[0]), given["outer"]
     results = dict(zip(_parts(node), map(dtype_name, node.meta["val"]), strict=True))
     places = {part: f"out_{index}" for index, part in enumerate(results)}
@@ -62,7 +63,7 @@ def _producer(node: fx.Node, names: tuple[str, ...], width: int, operations: int
 
 
 def _parts(node: fx.Node) -> list[str]:
-    given = arguments(node)
+    given = named_arguments(node)
     parts = ["codes"]
     parts += ["scales"] if given["format"] == "nvfp4" else []
     parts += ["outers"] if given["outer"] is None else []
@@ -88,7 +89,7 @@ def fp8_linear(node: fx.Node, target: Target) -> KernelSpec:
 def _product(
     node: fx.Node, names: tuple[str, ...], columns: int, length: int, more: dict[str, Param]
 ) -> KernelSpec:
-    given, count, out_dtype = arguments(node), row_count(node), result_dtype(node)
+    given, count, out_dtype = named_arguments(node), row_count(node), result_dtype(node)
     op = str(op_name(node))
     optional = [name for name in ("row_scale", "bias") if given.get(name) is not None]
     pointers = [pointer(name, dtype_of(node, name)) for name in (*names, "alpha", *optional)]
@@ -115,7 +116,7 @@ def linear_scales(
     """Refuses block scales in tiles, and what any of the others refuses."""
 
     def reject(node: fx.Node, target: Target) -> str | None:
-        layout = arguments(node).get("layout", "linear")
+        layout = named_arguments(node).get("layout", "linear")
         if layout != "linear":
             return f"block scales must lie in the layout linear, got {layout!r}"
         return next((reason for other in others if (reason := other(node, target))), None)

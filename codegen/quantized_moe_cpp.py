@@ -11,8 +11,9 @@ from octavo.codegen.quantized_moe_nodes import (
     quantized_moe_refusal,
     read_quantized_mixture,
 )
-from octavo.codegen.row import Row, arguments, op_name, static_size
+from octavo.codegen.row import Row, op_name, static_size
 from octavo.codegen.rows_cpp import floats, scalar
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
@@ -91,7 +92,7 @@ def refuse(node: fx.Node, target: Target) -> str | None:
 def _turned(node: fx.Node) -> str | None:
     return (
         "rows of gates must come before those of ups, got them in turn"
-        if arguments(node)["interleaved"]
+        if named_arguments(node)["interleaved"]
         else None
     )
 

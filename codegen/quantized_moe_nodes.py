@@ -6,7 +6,8 @@ from torch import fx
 
 from octavo.codegen.moe import Mixture
 from octavo.codegen.moe_nodes import activation_refusal, read_mixture
-from octavo.codegen.row import arguments, op_name, static_size, tensor
+from octavo.codegen.row import op_name, static_size, tensor
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.target import Target
 
@@ -47,7 +48,7 @@ class QuantizedMixture(Mixture):
 
 
 def read_quantized_mixture(node: fx.Node) -> QuantizedMixture:
-    given, plain = arguments(node), read_mixture(node)
+    given, plain = named_arguments(node), read_mixture(node)
     scheme = SCHEMES[str(op_name(node))]
     return QuantizedMixture(
         **vars(replace(plain, intermediate=_elements(scheme, plain.intermediate))),

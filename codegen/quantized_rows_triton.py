@@ -9,8 +9,9 @@ from octavo.codegen.linear_triton import Product, linear_pointer_spec, linear_tm
 from octavo.codegen.norm_quantize_triton import act_mul_quantize_spec, rms_norm_quantize_spec
 from octavo.codegen.nvfp4_triton import Nvfp4Product, nvfp4_linear_spec, nvfp4_refusal
 from octavo.codegen.quantize_triton import Quantization, quantize_spec
-from octavo.codegen.row import Row, arguments, dtype_of, result_dtype, row_count, static_size
+from octavo.codegen.row import Row, dtype_of, result_dtype, row_count, static_size
 from octavo.codegen.rows_triton import wider_than_a_program
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import Target
 
 # Of the block scales of activations and of weights.
@@ -21,7 +22,7 @@ FIRST_WITH_FP8 = 89
 
 def other_layout(node: fx.Node, target: Target) -> str | None:
     """Refuses block scales that do not lie in tiles. Rows of FP8 have none."""
-    given = arguments(node)
+    given = named_arguments(node)
     if given["layout"] == LAYOUT or given.get("format") == "fp8":
         return None
     return f"block scales must be in the layout {LAYOUT}, got {given['layout']}; quantise the model for {target.name}"
@@ -42,7 +43,7 @@ def norm_refusal(node: fx.Node, target: Target) -> str | None:
 
 
 def quantization(node: fx.Node) -> Quantization:
-    given = arguments(node)
+    given = named_arguments(node)
     return Quantization(given["format"], by_token=given["outer"] is None)
 
 
@@ -54,7 +55,7 @@ def quantize(node: fx.Node, target: Target) -> KernelSpec:
 
 def rms_norm_quantize(node: fx.Node, target: Target) -> KernelSpec:
     """With a residual, the sum is the last result."""
-    given = arguments(node)
+    given = named_arguments(node)
     return rms_norm_quantize_spec(
         row_count(node), static_size(node, "x", -1), dtype_of(node, "x"), given["eps"], given["offset"],
         "residual" in given, quantization(node), target, weight_dtype=dtype_of(node, "weight"),
@@ -62,7 +63,7 @@ def rms_norm_quantize(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def act_mul_quantize(node: fx.Node, target: Target) -> KernelSpec:
-    intermediate, activation = static_size(node, "gate_up", -1) // 2, arguments(node)["activation"]
+    intermediate, activation = static_size(node, "gate_up", -1) // 2, named_arguments(node)["activation"]
     return act_mul_quantize_spec(
         row_count(node), intermediate, dtype_of(node, "gate_up"), activation, quantization(node), target
     )
@@ -70,7 +71,7 @@ def act_mul_quantize(node: fx.Node, target: Target) -> KernelSpec:
 
 def scales_of(node: fx.Node) -> tuple[str, bool, str]:
     """Whether alpha is one number or one a column, whether rows of x have scales, and the dtype of the bias."""
-    given = arguments(node)
+    given = named_arguments(node)
     alpha = "scalar" if static_size(node, "alpha", 0) == 1 else "column"
     bias = dtype_of(node, "bias") if given["bias"] is not None else ""
     return alpha, given.get("row_scale") is not None, bias
@@ -78,7 +79,7 @@ def scales_of(node: fx.Node) -> tuple[str, bool, str]:
 
 def nvfp4_product(node: fx.Node) -> Nvfp4Product:
     n, k = static_size(node, "weight", 0), 2 * static_size(node, "weight", 1)
-    x_dtype = "nvfp4" if "x_scale" in arguments(node) else dtype_of(node, "x")
+    x_dtype = "nvfp4" if "x_scale" in named_arguments(node) else dtype_of(node, "x")
     return Nvfp4Product(row_count(node), n, k, x_dtype, result_dtype(node), *scales_of(node))
 
 

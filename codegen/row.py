@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -11,6 +10,7 @@ from torch import fx
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.dims import dim_names, dtype_name, leaves_graph, to_dim
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.origin import where
 from octavo.compiler.program import Dim
 from octavo.compiler.target import Target
@@ -48,22 +48,9 @@ def op_name(node: fx.Node) -> str | None:
     return None
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an octavo call by the schema's names, defaults filled in; tensors are nodes."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload), f"{node.format_node()} calls no op"
-    values: dict[str, Any] = {}
-    for index, parameter in enumerate(target._schema.arguments):
-        if index < len(node.args):
-            values[parameter.name] = node.args[index]
-        else:
-            values[parameter.name] = node.kwargs.get(parameter.name, parameter.default_value)
-    return values
-
-
 def tensor(node: fx.Node, name: str) -> torch.Tensor:
     """The fake tensor of a tensor argument."""
-    value = arguments(node)[name].meta["val"]
+    value = named_arguments(node)[name].meta["val"]
     assert isinstance(value, torch.Tensor), f"argument {name} of {node} is no tensor"
     return value
 

@@ -5,16 +5,8 @@ from collections.abc import Callable, Mapping
 from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
-from octavo.codegen.row import (
-    Row,
-    arguments,
-    dtype_of,
-    result_dtype,
-    row_count,
-    static_size,
-    tensor,
-    token_count,
-)
+from octavo.codegen.row import Row, dtype_of, result_dtype, row_count, static_size, tensor, token_count
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops.pointwise import kind
 from octavo.compiler.pointwise import ACTIVATIONS, NAMES, operations, write
 from octavo.compiler.program import ITEM_BYTES
@@ -64,7 +56,7 @@ def add_rms_norm(node: fx.Node, target: Target) -> KernelSpec:
 def linear(node: fx.Node, target: Target) -> KernelSpec:
     dtype, out_dtype = dtype_of(node, "x"), result_dtype(node)
     columns, length = _sizes(node, "weight", 0, 1)
-    has_bias = arguments(node)["bias"] is not None
+    has_bias = named_arguments(node)["bias"] is not None
     args = [pointer("x", dtype), pointer("weight", dtype), pointer("out", out_dtype), rows_arg(node)]
     if has_bias:
         args.insert(2, pointer("bias", dtype))
@@ -100,7 +92,7 @@ def rope(node: fx.Node, target: Target) -> KernelSpec:
 
 def act_mul(node: fx.Node, target: Target) -> KernelSpec:
     dtype, width = dtype_of(node, "gate_up"), static_size(node, "gate_up", -1) // 2
-    activation = arguments(node)["activation"]
+    activation = named_arguments(node)["activation"]
     args = (pointer("gate_up", dtype), pointer("out", dtype), rows_arg(node))
     return _spec(
         "act_mul", args, f"{dtype}_{activation}_w{width}",
@@ -132,7 +124,7 @@ def add(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
-    dtype, hidden, given = dtype_of(node, "x"), static_size(node, "x", -1), arguments(node)
+    dtype, hidden, given = dtype_of(node, "x"), static_size(node, "x", -1), named_arguments(node)
     present = [name for name in ("weight", "bias") if given[name] is not None]
     weight_dtype = dtype_of(node, present[0]) if present else dtype
     args = (
@@ -154,7 +146,7 @@ CPP_CALLS = {"exp": "exp_fp32", "tanh": "std::tanh"}
 
 
 def pointwise(node: fx.Node, target: Target) -> KernelSpec:
-    given, out_dtype = arguments(node), result_dtype(node)
+    given, out_dtype = named_arguments(node), result_dtype(node)
     names = [name for name in NAMES if given[name] is not None]
     width, expression = static_size(node, "a", -1), given["expression"]
     kinds = {name: kind(tensor(node, name), tensor(node, "a")) for name in names}
@@ -181,7 +173,7 @@ def floats(*groups: str) -> Callable[[fx.Node, Target], str | None]:
 
     def reject(node: fx.Node, target: Target) -> str | None:
         for group in groups:
-            names = [name for name in group.split() if arguments(node)[name] is not None]
+            names = [name for name in group.split() if named_arguments(node)[name] is not None]
             dtypes = [str(tensor(node, name).dtype).removeprefix("torch.") for name in names]
             if names and set(dtypes) not in ({"float32"}, {"bfloat16"}):
                 found = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, dtypes, strict=True))
@@ -192,7 +184,7 @@ def floats(*groups: str) -> Callable[[fx.Node, Target], str | None]:
 
 
 def unknown_activation(node: fx.Node, target: Target) -> str | None:
-    activation = arguments(node)["activation"]
+    activation = named_arguments(node)["activation"]
     if activation not in ACTIVATIONS:
         return f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
     return floats("gate_up")(node, target)
@@ -234,10 +226,10 @@ def _sizes(node: fx.Node, name: str, *axes: int) -> tuple[int, ...]:
 
 
 def _norm(node: fx.Node) -> dict[str, Param]:
-    given = arguments(node)
+    given = named_arguments(node)
     return dict(HIDDEN=static_size(node, "x", -1), EPS=float(given["eps"]), OFFSET=float(given["offset"]))
 
 
 def _interleaved(node: fx.Node) -> str:
     """As C++ spells a truth value."""
-    return "true" if arguments(node)["interleaved"] else "false"
+    return "true" if named_arguments(node)["interleaved"] else "false"

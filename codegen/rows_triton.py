@@ -10,7 +10,6 @@ from octavo.codegen.moe_rows_triton import ROWS as MOE_ROWS
 from octavo.codegen.row import (
     Row,
     always,
-    arguments,
     dtype_of,
     result_dtype,
     row_count,
@@ -27,6 +26,7 @@ from octavo.codegen.specs_triton import (
     rms_norm_spec,
     rope_spec,
 )
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops.pointwise import kind
 from octavo.compiler.pointwise import NAMES
 from octavo.compiler.target import Target
@@ -67,20 +67,20 @@ def add(node: fx.Node, target: Target) -> KernelSpec:
 
 
 def rms_norm(node: fx.Node, target: Target) -> KernelSpec:
-    given = arguments(node)
+    given = named_arguments(node)
     hidden, dtype = static_size(node, "x", -1), dtype_of(node, "x")
     sizes = (row_count(node), hidden, dtype, given["eps"], given["offset"], "residual" in given)
     return rms_norm_spec(*sizes, weight_dtype=dtype_of(node, "weight"))
 
 
 def layer_norm(node: fx.Node, target: Target) -> KernelSpec:
-    given, dtype = arguments(node), dtype_of(node, "x")
+    given, dtype = named_arguments(node), dtype_of(node, "x")
     weights = {name: dtype_of(node, name) for name in ("weight", "bias") if given[name] is not None}
     return layer_norm_spec(row_count(node), static_size(node, "x", -1), dtype, float(given["eps"]), weights)
 
 
 def pointwise(node: fx.Node, target: Target) -> KernelSpec:
-    given = arguments(node)
+    given = named_arguments(node)
     operands = {
         name: (dtype_of(node, name), kind(tensor(node, name), tensor(node, "a")))
         for name in NAMES
@@ -93,19 +93,19 @@ def pointwise(node: fx.Node, target: Target) -> KernelSpec:
 def act_mul(node: fx.Node, target: Target) -> KernelSpec:
     intermediate = static_size(node, "gate_up", -1) // 2
     return act_mul_spec(
-        row_count(node), intermediate, dtype_of(node, "gate_up"), arguments(node)["activation"]
+        row_count(node), intermediate, dtype_of(node, "gate_up"), named_arguments(node)["activation"]
     )
 
 
 def rope(node: fx.Node, target: Target) -> KernelSpec:
     num_heads, head_dim = static_size(node, "x", 2), static_size(node, "x", 3)
-    rotary_dim, is_interleaved = static_size(node, "cos", -1), arguments(node)["interleaved"]
+    rotary_dim, is_interleaved = static_size(node, "cos", -1), named_arguments(node)["interleaved"]
     return rope_spec(token_count(node), num_heads, head_dim, rotary_dim, dtype_of(node, "x"), is_interleaved)
 
 
 def product(node: fx.Node) -> Product:
     n, k = static_size(node, "weight", 0), static_size(node, "weight", 1)
-    has_bias = arguments(node)["bias"] is not None
+    has_bias = named_arguments(node)["bias"] is not None
     return Product(row_count(node), n, k, dtype_of(node, "weight"), result_dtype(node), has_bias)
 
 

@@ -5,7 +5,7 @@ looked at where it is made, once for all products that read it. Equal graphs and
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from octavo.compiler.dims import CACHE_NAME
+from octavo.compiler.dims import cache_number, caches_of
 from octavo.compiler.errors import OptionError
-from octavo.compiler.fresh_inputs import Chunk, StepInputs, step_inputs
+from octavo.compiler.fresh_inputs import StepInputs, empty_pages, whole_sequences
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.observed import Observed, ObservedInput, ObservedPages
 from octavo.compiler.ops.moe import gate
+from octavo.compiler.pipeline import Progress
+from octavo.compiler.replay import linear
 
 octavo = torch.ops.octavo
 LINEAR, MOE = octavo.linear.default, octavo.moe.default
 WRITES = (octavo.kv_write.default, octavo.rope_kv_write.default, octavo.latent_write.default)
-Progress = Callable[[str, int, int], None]
 
 SEQUENCE_TOKENS = 512
 # Sequences share a step up to here: products of this many rows use the cores well, and activations stay small.
@@ -182,55 +183,44 @@ class _Observer(Interpreter):
             self.products[name] = known[key]
 
     def run_step(self, sequences: list[Sequence[int]], page_size: int, progress: _Share) -> None:
-        lengths = [len(sequence) for sequence in sequences]
-        chunks = [Chunk(i, 0, length) for i, length in enumerate(lengths)]
-        step = step_inputs(chunks, page_size, len(chunks), torch.Generator().manual_seed(0), max(lengths))
-        ids = torch.tensor([token for sequence in sequences for token in sequence])[None]
-        tokens = {"input_ids": ids, "logit_rows": torch.arange(ids.shape[1])}
-        self.step = StepInputs({**step.tensors, **tokens}, step.num_pages)
+        self.step = whole_sequences(sequences, page_size)
         self.progress = progress
         self.run()
-        self.start += ids.shape[1]
+        self.start += sum(map(len, sequences))
 
     def run_node(self, n: Node) -> Any:
-        node = n
-        if node not in self.needed:
+        if n not in self.needed:
             return None
-        if node.op == "placeholder":
-            return self.step.tensors.get(node.name)  # None for a cache, which is made when it is written
-        self._make_caches(node)
-        if node.target is MOE:
-            self._look_at_experts(node)
-        value = super().run_node(node)
-        if node.target in WRITES:
-            self._look_at_pages(node)
-        if node in self.readers:
-            self.progress(self.readers[node][0].name, self.order[node], len(self.order))
+        if n.op == "placeholder":
+            return self.step.tensors.get(n.name)  # None for a cache, which is made when it is written
+        self._make_caches(n)
+        if n.target is MOE:
+            self._look_at_experts(n)
+        value = super().run_node(n)
+        if n.target in WRITES:
+            self._look_at_pages(n)
+        if n in self.readers:
+            self.progress(self.readers[n][0].name, self.order[n], len(self.order))
             rows = value.flatten(0, -2)
             cut = min(max(self.kept - self.start, 0), rows.shape[0])
-            for statistics in self.readers[node]:
+            for statistics in self.readers[n]:
                 statistics.add(rows[:cut], rows[cut:])
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """CPUs without bf16 products take many times as long for one; sums are in fp32 either way."""
-        if target is LINEAR and args[0].dtype is torch.bfloat16:
-            wide = [value.float() if isinstance(value, Tensor) else value for value in args]
-            return torch.nn.functional.linear(*wide).to(torch.bfloat16)
-        return super().call_function(target, args, kwargs)
+        is_bf16 = target is LINEAR and args[0].dtype is torch.bfloat16
+        return linear(*args) if is_bf16 else super().call_function(target, args, kwargs)
 
     def _make_caches(self, node: Node) -> None:
-        for source in node.all_input_nodes:
-            if source.op == "placeholder" and CACHE_NAME.fullmatch(source.name) and self.env[source] is None:
-                example = source.meta["val"]
-                self.env[source] = torch.zeros((self.step.num_pages, *example.shape[1:]), dtype=example.dtype)
+        for cache in caches_of(node):
+            if self.env[cache] is None:
+                self.env[cache] = empty_pages(cache, self.step.num_pages)
 
     def _look_at_pages(self, node: Node) -> None:
         """Pages were empty before, so what they hold now is what was written."""
-        caches = [n for n in node.all_input_nodes if n.op == "placeholder" and CACHE_NAME.fullmatch(n.name)]
+        caches = caches_of(node)
         largest = {n.name[0]: float(self.env[n].abs().amax()) for n in caches}
-        number = int(caches[0].name.rpartition("_")[2])
-        seen = self.pages.setdefault(number, ObservedPages(0.0, 0.0))
+        seen = self.pages.setdefault(cache_number(caches[0]), ObservedPages(0.0, 0.0))
         seen.k_amax = max(seen.k_amax, largest.get("k", 0.0))
         seen.v_amax = max(seen.v_amax, largest.get("v", 0.0))
 

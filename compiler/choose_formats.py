@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from octavo.compiler import nvfp4
+from octavo.compiler.dims import cache_number, caches_of
 from octavo.compiler.errors import OptionError
 from octavo.compiler.observed import Observed
+from octavo.compiler.ops.paging import scaled_rows
 from octavo.compiler.options import QuantConfig
+from octavo.compiler.pipeline import Progress
 from octavo.compiler.precision import (
     EFFECTIVE_BITS,
     Format,
@@ -26,7 +29,7 @@ from octavo.compiler.precision import (
 )
 from octavo.compiler.quality import Distribution, held_out
 from octavo.compiler.replay import Replacement, Replay, evaluate
-from octavo.compiler.sensitivity import Progress, Sensitivity, measure, replacement_of, values_of
+from octavo.compiler.sensitivity import Sensitivity, measure, replacement_of, values_of
 from octavo.passes.assign_precision import Choice, assign_precision
 from octavo.passes.products import Product, find_products
 from octavo.passes.rewrite import held
@@ -208,8 +211,8 @@ class _Trial:
                 replaced |= dict.fromkeys(product.nodes, self._product(product, plan))
         for node in self.replay.nodes:
             if node.target in WRITES:
-                caches = [n for n in node.all_input_nodes if n in self.replay.caches]
-                pages = plan.pages[int(caches[0].name.rpartition("_")[2])]
+                caches = caches_of(node)
+                pages = plan.pages[cache_number(caches[0])]
                 if pages.format != "bf16":
                     replaced[node] = _write(node, [self.replay.constants[n] for n in caches], pages)
         return self.reference.compare(self.replay.again(None, replaced)).kl
@@ -237,8 +240,7 @@ def _write(node: Node, caches: Sequence[Tensor], pages: PagePrecision) -> Replac
         for cache, multiplier in zip(caches, (pages.k_multiplier, pages.v_multiplier), strict=False):
             outer = torch.tensor(multiplier, dtype=torch.float32)
             if pages.format == "fp8":
-                scaled = (cache.float() / outer).clamp(-nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
-                cache.copy_(scaled.to(torch.float8_e4m3fn).float() * outer)
+                cache.copy_(scaled_rows(cache, outer).to(torch.float8_e4m3fn).float() * outer)
             else:
                 cache.copy_(nvfp4.dequantize(*nvfp4.quantize(cache, outer), outer))
         return result

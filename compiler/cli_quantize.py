@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.compiler.cli_app import Trace, exit_codes, starting
+from octavo.compiler.cli_precision import Keep
 
 
 class Layouts(StrEnum):
@@ -33,10 +34,7 @@ def quantize(
         Methods,
         typer.Option(help="nearest: scales that carry the largest element; search: scales of least error."),
     ] = Methods.search,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Modules that stay as they are; may be given again."),
-    ] = None,
+    keep: Keep = None,
     traceback: Trace = False,
 ) -> None:
     """Quantise the weights of SRC to NVFP4; print DST.

@@ -18,6 +18,16 @@ DTYPE_NAMES = {
 CACHE_NAME = re.compile(r"[kv]_(cache|scales)_\d+")
 
 
+def caches_of(node: fx.Node) -> list[fx.Node]:
+    """The pages that a call reads or writes, in the order of its arguments."""
+    return [n for n in node.all_input_nodes if n.op == "placeholder" and CACHE_NAME.fullmatch(n.name)]
+
+
+def cache_number(cache: fx.Node) -> int:
+    """Which attention's, counted from the first."""
+    return int(cache.name.rpartition("_")[2])
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """ "fp32", "bf16", "fp8" (E4M3), "u8", "i32" or "i64". Raises IllegalGraphError for any other dtype."""
     if tensor.dtype not in DTYPE_NAMES:

@@ -1,7 +1,7 @@
 """Fresh inputs for a rewrite site: random values, and step inputs that agree with each other."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,22 @@ def step_inputs(
         "logit_rows": ends - 1,
     }
     return StepInputs(tensors, int(order.numel()) + 1)
+
+
+def whole_sequences(sequences: Sequence[Sequence[int]], page_size: int) -> StepInputs:
+    """One step of sequences from their starts, each over pages of its own; logits of every token are wanted."""
+    lengths = [len(sequence) for sequence in sequences]
+    chunks = [Chunk(i, 0, length) for i, length in enumerate(lengths)]
+    step = step_inputs(chunks, page_size, len(chunks), torch.Generator().manual_seed(0), max(lengths))
+    ids = torch.tensor([[token for sequence in sequences for token in sequence]])
+    tokens = {"input_ids": ids, "logit_rows": torch.arange(ids.shape[1])}
+    return StepInputs({**step.tensors, **tokens}, step.num_pages)
+
+
+def empty_pages(cache: Node, num_pages: int) -> Tensor:
+    """Zeros in the shape and dtype of a cache's pages."""
+    example = cache.meta["val"]
+    return torch.zeros((num_pages, *example.shape[1:]), dtype=example.dtype)
 
 
 def is_cache(name: str) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from octavo.compiler.fresh_inputs import Chunk, step_inputs
+from octavo.compiler.fresh_inputs import empty_pages, whole_sequences
 
 UNIT = 2.0**-24
 PRODUCTS = ("linear.default", "moe.default")  # plain and quantised
@@ -26,19 +26,13 @@ class GraphModel(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        length = input_ids.shape[1]
-        step = step_inputs([Chunk(0, 0, length)], self.page_size, 1, torch.Generator(), length)
-        given = {
-            **step.tensors, "input_ids": input_ids, "position_ids": position_ids,
-            "logit_rows": torch.arange(length),
-        }  # fmt: skip
-        for node in inputs:
-            if node.name not in given:
-                value = node.meta["val"]
-                given[node.name] = torch.zeros(step.num_pages, *value.shape[1:], dtype=value.dtype)
-        values = [given[node.name] for node in inputs]
-        moved = None if self.seed is None else _Moved(self.graph_module, self.seed)
-        logits: Tensor = (self.graph_module(*values) if moved is None else moved.run(*values))[0]
+        step = whole_sequences(input_ids.tolist(), self.page_size)
+        given = {**step.tensors, "position_ids": position_ids}
+        values = [
+            given[node.name] if node.name in given else empty_pages(node, step.num_pages) for node in inputs
+        ]
+        run = self.graph_module if self.seed is None else _Moved(self.graph_module, self.seed).run
+        logits: Tensor = run(*values)[0]
         return logits
 
 

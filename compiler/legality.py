@@ -1,6 +1,6 @@
 """What a graph may hold at each stage, and the checker that runs after every pass."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -61,6 +61,19 @@ def op(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     return getattr(target, "__name__", str(target))
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a call by the schema's names, defaults filled in; tensors are nodes."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload), f"{node.format_node()} calls no op"
+    values: dict[str, Any] = {}
+    for index, parameter in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            values[parameter.name] = node.args[index]
+        else:
+            values[parameter.name] = node.kwargs.get(parameter.name, parameter.default_value)
+    return values
 
 
 def is_attention(node: Node) -> bool:

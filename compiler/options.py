@@ -7,7 +7,7 @@ from typing import Literal
 Verify = Literal["off", "sites", "full"]
 DType = Literal["fp32", "bf16"]
 Mode = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"]
-PageMode = Literal["bf16", "fp8", "nvfp4"]
+PageFormat = Literal["bf16", "fp8", "nvfp4"]
 WeightMethod = Literal["nearest", "search", "gptq"]
 OuterScales = Literal["static", "by_token"]
 
@@ -34,7 +34,7 @@ class QuantConfig:
     """
 
     mode: Mode = "nvfp4"
-    kv: PageMode = "bf16"
+    kv: PageFormat = "bf16"
     weights: WeightMethod = "search"
     activations: OuterScales = "static"
     headroom: float = 1.25

@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 
 from octavo.compiler.dims import CACHE_NAME
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.origin import where
 
 octavo = torch.ops.octavo
@@ -40,10 +41,9 @@ def _writes(user: Node, cache: Node) -> bool:
     target = user.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    parameters = target._schema.arguments
-    given = [*zip(parameters, user.args, strict=False)]
-    given += [(p, user.kwargs[p.name]) for p in parameters if p.name in user.kwargs]
-    return any(v is cache and p.alias_info is not None and p.alias_info.is_write for p, v in given)
+    given = named_arguments(user)
+    written = [p.name for p in target._schema.arguments if p.alias_info is not None and p.alias_info.is_write]
+    return any(given[name] is cache for name in written)
 
 
 def _check_rows(graph_module: GraphModule, after: str) -> None:

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from octavo.compiler.errors import OptionError
 from octavo.compiler.nvfp4 import E4M3_MAX_SEARCHED, RECIPE
+from octavo.compiler.options import PageFormat
+from octavo.compiler.types import FP8, NVFP4
 
 Format = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16"]
-PageFormat = Literal["bf16", "fp8", "nvfp4"]
 WeightRule = Literal["nearest", "search", "feedback", "given"]
+# Of pages: below it a quotient by a multiplier may overflow on the way.
+SMALLEST_MULTIPLIER = 2.0**-80
 # Bits that an element of a weight takes, its scales included.
 EFFECTIVE_BITS: dict[str, float] = {"nvfp4": 4.5, "nvfp4_weight_only": 4.5, "fp8": 8.0, "bf16": 16.0}
 
@@ -73,6 +76,15 @@ class QuantizedWeight:
     e4m3_max: float = E4M3_MAX_SEARCHED
     rule: WeightRule = "search"
     seen: Tensor | None = None
+
+
+def weight_type(quantized: QuantizedWeight, layout: Any, by_row: bool) -> FP8 | NVFP4:
+    """layout: of the scales, as kernels read them; by_row: whether alpha has a number for each row."""
+    outer: Literal["row", "tensor"] = "row" if by_row else "tensor"
+    *leading, width = quantized.codes.shape
+    if quantized.scales is None:
+        return FP8((*leading, width), outer)
+    return NVFP4((*leading, 2 * width), quantized.recipe, quantized.e4m3_max, layout, outer=outer)
 
 
 # (name, weight, format) -> its parts; name is that in the graph.

@@ -1,8 +1,7 @@
 """How far a quantised graph is from the model: KL divergence and agreement on calibration tokens that were held out."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,9 +26,6 @@ class Quality:
     kl: float
     kl_error: float
     top1: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Distribution:

@@ -4,11 +4,11 @@ import math
 from typing import Any, get_args
 
 from octavo.compiler.errors import OptionError
-from octavo.compiler.options import Mode, OuterScales, PageMode, QuantConfig, WeightMethod
+from octavo.compiler.options import Mode, OuterScales, PageFormat, QuantConfig, WeightMethod
 
 LEAST_BITS, MOST_BITS = 4.5, 16.0
 CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": get_args(Mode), "kv": get_args(PageMode), "weights": get_args(WeightMethod),
+    "mode": get_args(Mode), "kv": get_args(PageFormat), "weights": get_args(WeightMethod),
     "activations": get_args(OuterScales),
 }  # fmt: skip
 

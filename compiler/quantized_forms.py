@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.precision import WeightRule
 from octavo.compiler.quantized_values import Deviation, blocks, check_fp8, check_nvfp4, fp8_values
 from octavo.compiler.verify import Evidence
@@ -28,10 +29,7 @@ class Recorder(Interpreter):
 
     def given(self, node: Node) -> dict[str, Any]:
         """The arguments of a call by name; of nodes, their values."""
-        target: Any = node.target
-        values = {p.name: p.default_value for p in target._schema.arguments}
-        names = [p.name for p in target._schema.arguments]
-        values |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        values = named_arguments(node)
         return {name: self.env[v] if isinstance(v, Node) else v for name, v in values.items()}
 
 

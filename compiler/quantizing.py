@@ -92,7 +92,6 @@ def _prove(reports: Sequence[PassReport], prove: Prove, proven: dict[str, Eviden
         if report.exactness != "quantizes":
             prove_report(report, proven, context)
         elif not report.proof.sites:
-            for site in {
-                site.key: site for site in reversed(report.sites)
-            }.values():  # the first of each kind
+            first = {site.key: site for site in reversed(report.sites)}  # of each kind
+            for site in first.values():
                 prove(report, site, ())

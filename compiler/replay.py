@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from octavo.compiler.fresh_inputs import Chunk, is_cache, step_inputs
+from octavo.compiler.fresh_inputs import empty_pages, is_cache, whole_sequences
 from octavo.passes.rewrite import held
 
 octavo = torch.ops.octavo
@@ -33,7 +33,6 @@ class Replay:
         self.index = {node: i for i, node in enumerate(self.nodes)}
         self.kept = set(kept)
         self.constants = _constants(graph_module, sequences, page_size)
-        self.caches = {n for n in self.constants if n.op == "placeholder" and is_cache(n.name)}
         self.output: Node = graph_module.graph.output_node().args[0][0]  # type: ignore[index, assignment]
         self.last_reads = self._last_reads()
         self.values: dict[Node, dict[Node, Any]] = {}
@@ -105,20 +104,13 @@ def _constants(
     graph_module: GraphModule, sequences: Sequence[Sequence[int]], page_size: int
 ) -> dict[Node, Any]:
     """Weights, the inputs of one step with all sequences, and pages."""
-    lengths = [len(sequence) for sequence in sequences]
-    chunks = [Chunk(i, 0, length) for i, length in enumerate(lengths)]
-    step = step_inputs(chunks, page_size, len(chunks), torch.Generator().manual_seed(0), max(lengths))
-    given = {
-        **step.tensors, "input_ids": torch.tensor([[token for sequence in sequences for token in sequence]]),
-        "logit_rows": torch.arange(sum(lengths)),
-    }  # fmt: skip
+    step = whole_sequences(sequences, page_size)
     found: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             found[node] = held(graph_module, str(node.target))
         elif node.op == "placeholder" and is_cache(node.name):
-            value = node.meta["val"]
-            found[node] = torch.zeros((step.num_pages, *value.shape[1:]), dtype=value.dtype)
+            found[node] = empty_pages(node, step.num_pages)
         elif node.op == "placeholder":
-            found[node] = given[node.name]
+            found[node] = step.tensors[node.name]
     return found

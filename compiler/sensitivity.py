@@ -8,7 +8,7 @@ second order in a small error, so it goes by the ratio of the squared errors of 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from octavo.compiler.ops.quantize import outer_scales, quantize
 from octavo.compiler.ops.quantized_moe import Mix
 from octavo.compiler.ops.quantized_moe import Product as Half
 from octavo.compiler.options import QuantConfig
+from octavo.compiler.pipeline import Progress
 from octavo.compiler.precision import Format, ProductPrecision, QuantizedWeight, WeightQuantizer
 from octavo.compiler.quality import Distribution
 from octavo.compiler.replay import Replacement, Replay, evaluate
@@ -29,7 +30,6 @@ from octavo.passes.assign_precision import Choice, holds, precision_of, quantisa
 from octavo.passes.products import Product
 from octavo.passes.rewrite import held
 
-Progress = Callable[[str, int, int], None]
 # Tokens that products are measured on, and of each sequence. From a product on, they cost half of a step on average.
 PROBE_TOKENS, PROBE_LENGTH = 192, 96
 # Scaled magnitudes of blocks: E4M3 scales below the first are subnormal, below the second they round to nothing.

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from octavo.compiler.dims import CACHE_NAME, DTYPE_NAMES
 from octavo.compiler.errors import IllegalGraphError
-from octavo.compiler.legality import op
+from octavo.compiler.legality import named_arguments, op
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.origin import where
 from octavo.compiler.types import FP8, NVFP4, Part, Plain, concat, cut, reshape, transpose
@@ -66,14 +66,7 @@ class _Call:
 
     def given(self, name: str) -> Any:
         """An argument by the name that the schema has for it; its default where it is left out."""
-        target = self.node.target
-        assert isinstance(target, torch._ops.OpOverload)
-        for index, parameter in enumerate(target._schema.arguments):
-            if parameter.name == name:
-                if index < len(self.node.args):
-                    return self.node.args[index]
-                return self.node.kwargs.get(name, parameter.default_value)
-        raise KeyError(name)
+        return named_arguments(self.node)[name]
 
     def state(self, name: str) -> State:
         value = self.given(name)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops.moe import gate
 from octavo.compiler.precision import QuantizedWeight
 from octavo.compiler.quantized_forms import (
@@ -75,8 +76,7 @@ PARTS = ("gate_up", "down")
 
 
 def _constant(site: Site, call: Node, argument: str) -> Tensor | None:
-    names = [p.name for p in call.target._schema.arguments]  # type: ignore[union-attr]
-    node = call.args[names.index(argument)] if argument in names else None
+    node = named_arguments(call).get(argument)
     return site.constants[node.name] if isinstance(node, Node) else None
 
 

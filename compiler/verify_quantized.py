@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from octavo.compiler.errors import PassError
 from octavo.compiler.fresh_inputs import fresh_inputs, is_cache
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.precision import QuantizedWeight
 from octavo.compiler.quantized_forms import (
     EXTRA_ROUNDINGS,
@@ -172,9 +173,11 @@ def _prove_pages(site: Site) -> Evidence:
 def _multiplier(form: GraphModule) -> str:
     """The name of the input that holds the multipliers."""
     (write,) = [n for n in form.graph.nodes if n.op == "call_function" and "write" in str(n.target)]
-    names = [p.name for p in write.target._schema.arguments]
-    given = dict(zip(names, write.args, strict=False)) | dict(write.kwargs)
-    found = [v.name for name, v in given.items() if name.startswith("multiplier") and isinstance(v, Node)]
+    found = [
+        v.name
+        for name, v in named_arguments(write).items()
+        if name.startswith("multiplier") and isinstance(v, Node)
+    ]
     if not found:
         raise Deviation("pages are written without multipliers")
     return found[0]

@@ -1,6 +1,6 @@
 """The last proof: logits of the finished artifact against the model's, over ragged batches and pages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def check_quantized_model(
     graph: nn.Module,
     artifact: Artifact,
     runner: ModelRunner,
-    moved: Sequence[nn.Module] = (),
+    moved: Iterable[nn.Module] = (),
 ) -> float:
     """The rms error of a quantised artifact's logits beside its graph's, relative to these, or PassError.
 

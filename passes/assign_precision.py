@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from octavo.compiler.errors import OptionError
-from octavo.compiler.nvfp4 import BLOCK_ELEMENTS, E2M1_MAX, E4M3_MAX
+from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.observed import Observed
+from octavo.compiler.ops.quantize import LIMITS
 from octavo.compiler.options import QuantConfig
-from octavo.compiler.precision import Format, PagePrecision, PrecisionPlan, ProductPrecision
+from octavo.compiler.precision import (
+    SMALLEST_MULTIPLIER,
+    Format,
+    PagePrecision,
+    PrecisionPlan,
+    ProductPrecision,
+)
 from octavo.passes.products import PAGES, Pages, Product, find_pages, find_products, matches
 from octavo.passes.rule import PassReport
-
-LARGEST: dict[str, float] = {"nvfp4": E2M1_MAX * E4M3_MAX, "fp8": E4M3_MAX}
-SMALLEST_MULTIPLIER = 2.0**-80
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def precision_of(
     if choice.format != "nvfp4" or config.activations == "by_token":
         return ProductPrecision(choice.format, reason=choice.reason)
     scales = [_scale(name, config, observed) for name in product.weights]
-    seen = ", ".join(f"{scale * LARGEST['nvfp4'] / config.headroom:.4g}" for scale in scales)
+    seen = ", ".join(f"{scale * LIMITS['nvfp4'] / config.headroom:.4g}" for scale in scales)
     hidden = scales[1] if product.kind == "moe" else None
     reason = f"{choice.reason}; largest input {seen}, head-room {config.headroom:g}"
     return ProductPrecision("nvfp4", scales[0], hidden, reason)
@@ -149,7 +153,7 @@ def _scale(name: str, config: QuantConfig, observed: Observed | None) -> float:
 def _outer(what: str, amax: float, headroom: float, format: str) -> float:
     if not math.isfinite(amax) or amax < 0:
         raise OptionError(f"calibration: expected a finite largest magnitude of the {what}, got {amax}")
-    return headroom * amax / LARGEST[format] if amax > 0 else 1.0
+    return headroom * amax / LIMITS[format] if amax > 0 else 1.0
 
 
 def _page_precision(pages: Pages, config: QuantConfig, observed: Observed | None) -> PagePrecision:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from octavo.passes.classify_mask import FORBIDDEN, Refused, classify
 from octavo.passes.pattern import arguments, aten, describe
-from octavo.passes.rewrite import Builder, Recipe, content, held, new_weight, replace
+from octavo.passes.rewrite import Builder, content, held, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
@@ -378,4 +378,4 @@ def _weight_of(graph_module: GraphModule, slopes: torch.Tensor) -> Node:
     """One weight for equal slopes of all layers."""
     name = f"folded.slopes_{content(slopes)[:12]}"
     known = [n for n in graph_module.graph.nodes if n.op == "get_attr" and n.target == name]
-    return known[0] if known else new_weight(graph_module, name, slopes, Recipe((), lambda _: slopes))
+    return known[0] if known else new_weight(graph_module, name, slopes)

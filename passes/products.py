@@ -5,7 +5,7 @@ weights know what they consist of (recipes), so that globs of the model's own mo
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -13,11 +13,13 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from octavo.compiler.dims import CACHE_NAME
+from octavo.compiler.dims import cache_number, caches_of
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
 from octavo.compiler.origin import module_path
+from octavo.compiler.precision import PrecisionPlan, ProductPrecision
 from octavo.passes.pattern import arguments
-from octavo.passes.rewrite import recipes
+from octavo.passes.rewrite import Recipe, recipes
+from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 # Parts of module paths by which draft heads go.
@@ -76,6 +78,21 @@ def find_products(graph_module: GraphModule) -> list[Product]:
     return [_product(graph_module, name, nodes, why_high) for name, nodes in weights.items()]
 
 
+def planned(
+    node: Node, weights: Sequence[Node], plan: PrecisionPlan, report: PassReport
+) -> ProductPrecision | None:
+    """What a plan says of the product of these weights, by the first of them; None: it stays, as the report says."""
+    if any(weight.op != "get_attr" for weight in weights):
+        what = "weight is" if len(weights) == 1 else "weights are"
+        report.reject(node, f"its {what} computed in every step")
+        return None
+    precision = plan.products.get(str(weights[0].target))
+    if precision is None or precision.format == "bf16":
+        report.reject(node, "stays as it is" if precision is None else precision.reason)
+        return None
+    return precision
+
+
 def _weights(node: Node) -> list[Node]:
     """The weights of a product, of experts both; none where one is computed in every step, or for other nodes."""
     if node.target is octavo.linear.default:
@@ -91,7 +108,9 @@ def _product(graph_module: GraphModule, name: str, nodes: list[Node], why_high: 
     held = _weights(nodes[0])
     shapes = [tuple(weight.meta["val"].shape) for weight in held]
     names = tuple(str(weight.target) for weight in held)
-    sources = tuple(dict.fromkeys(source for one in names for source in source_weights(graph_module, one)))
+    sources = tuple(
+        dict.fromkeys(source for one in names for source in source_weights(recipes(graph_module), one))
+    )
     # A weight that other ops read too (tied embeddings) is also called by the module of the product.
     paths = {*sources} | {
         f"{module_path(node)}.weight"
@@ -116,12 +135,12 @@ def _readers(graph_module: GraphModule, name: str) -> Iterator[Node]:
             yield from node.users
 
 
-def source_weights(graph_module: GraphModule, name: str) -> list[str]:
-    """The model's own weights that a weight of the graph consists of."""
-    recipe = recipes(graph_module).get(name)
+def source_weights(known: Mapping[str, Recipe], name: str) -> list[str]:
+    """The model's own weights that a weight of the graph consists of. known: how passes made weights."""
+    recipe = known.get(name)
     if recipe is None:
         return [name]
-    found = [one for source in recipe.sources for one in source_weights(graph_module, source)]
+    found = [one for source in recipe.sources for one in source_weights(known, source)]
     return list(dict.fromkeys(found))
 
 
@@ -140,10 +159,10 @@ def find_pages(graph_module: GraphModule) -> list[Pages]:
 def _pages(node: Node) -> Pages:
     values = arguments(node)
     is_latent = node.target is octavo.paged_mla_attention.default
-    caches = [value for value in values[1:4] if isinstance(value, Node) and CACHE_NAME.fullmatch(value.name)]
+    caches = caches_of(node)
     window = values[8] if not is_latent and len(values) > 8 else 0
     return Pages(
-        int(caches[0].name.rpartition("_")[2]), node, tuple(int(c.meta["val"].shape[3]) for c in caches), is_latent,
+        cache_number(caches[0]), node, tuple(int(c.meta["val"].shape[3]) for c in caches), is_latent,
         frozenset((f"{module_path(node)}.{PAGES}",)),
         f"its window is {window} tokens" if window else "",
     )  # fmt: skip

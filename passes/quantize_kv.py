@@ -12,26 +12,24 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from octavo.compiler.dims import CACHE_NAME
+from octavo.compiler.dims import cache_number, caches_of
 from octavo.compiler.errors import OptionError
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
-from octavo.compiler.precision import PagePrecision, PrecisionPlan
+from octavo.compiler.precision import SMALLEST_MULTIPLIER, PagePrecision, PrecisionPlan
 from octavo.compiler.types import FP8, NVFP4, Part
-from octavo.passes.rewrite import Builder, Recipe, Site, new_weight, replace
+from octavo.passes.rewrite import Builder, Site, new_weight, replace
 from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 ATTENTIONS = (octavo.paged_attention.default, octavo.paged_mla_attention.default)
-# Below it a quotient by a multiplier may overflow on the way.
-SMALLEST_MULTIPLIER = 2.0**-80
 
 
 def quantize_kv(graph_module: GraphModule, plan: PrecisionPlan) -> PassReport:
     """Placeholders of pages keep their names, of another dtype; those of scales, k_scales_i, follow them."""
     report = PassReport("quantize_kv", "quantizes")
     for attention in [n for n in graph_module.graph.nodes if n.target in ATTENTIONS]:
-        caches = _caches(attention)
-        number = int(caches[0].name.rpartition("_")[2])
+        caches = caches_of(attention)
+        number = cache_number(caches[0])
         precision = plan.pages.get(number)
         if caches[0].meta["val"].dtype in (torch.uint8, torch.float8_e4m3fn):
             continue  # done before
@@ -44,11 +42,6 @@ def quantize_kv(graph_module: GraphModule, plan: PrecisionPlan) -> PassReport:
         report.sites.append(_rewrite(graph_module, attention, caches, pages))
         _take_over(graph_module, caches, pages)
     return report
-
-
-def _caches(attention: Node) -> list[Node]:
-    """The pages of keys and of values, or of latents."""
-    return [n for n in attention.all_input_nodes if n.op == "placeholder" and CACHE_NAME.fullmatch(n.name)]
 
 
 def _refusal(attention: Node, caches: list[Node], precision: PagePrecision | None) -> str | None:
@@ -103,8 +96,7 @@ def _make_pages(
     name = "multiplier" if attention.target is octavo.paged_mla_attention.default else "multipliers"
     tensor, shape = _multipliers(number, values), (len(values), int(caches[0].meta["val"].shape[3]))
     part = Part(NVFP4(shape) if is_packed else FP8(shape), "outer", f"pages {number}")
-    recipe = Recipe((), lambda _: tensor)
-    extra[name] = new_weight(graph_module, f"kv_{name}_{number}", tensor, recipe, part)
+    extra[name] = new_weight(graph_module, f"kv_{name}_{number}", tensor, part=part)
     return _Pages(made, extra)
 
 

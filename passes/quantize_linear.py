@@ -6,7 +6,6 @@ from a WeightQuantizer: out of the model's values, or as a checkpoint has them.
 
 import operator
 from collections.abc import Callable
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +13,16 @@ from torch.fx import GraphModule, Node
 
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.nvfp4 import swizzle
-from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
-from octavo.compiler.types import FP8, NVFP4, Part, Role
-from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, release, replace
+from octavo.compiler.precision import (
+    PrecisionPlan,
+    ProductPrecision,
+    QuantizedWeight,
+    WeightQuantizer,
+    weight_type,
+)
+from octavo.compiler.types import Part, Role
+from octavo.passes.products import planned
+from octavo.passes.rewrite import Builder, Site, held, new_weight, release, replace
 from octavo.passes.rule import PassReport, Prove
 
 octavo = torch.ops.octavo
@@ -32,7 +38,9 @@ def quantize_linear(
     """
     report = PassReport("quantize_linear", "quantizes")
     linears = graph_module.graph.find_nodes(op="call_function", target=octavo.linear.default)
-    chosen = [(node, precision) for node in linears if (precision := _precision(node, plan, report))]
+    chosen = [
+        (node, precision) for node in linears if (precision := planned(node, [node.args[1]], plan, report))
+    ]
     inputs = _Inputs(graph_module, layout)
     weights: dict[str, tuple[QuantizedWeight, dict[str, Node]]] = {}
     for index, (node, precision) in enumerate(chosen):
@@ -51,18 +59,6 @@ def quantize_linear(
     return report
 
 
-def _precision(node: Node, plan: PrecisionPlan, report: PassReport) -> ProductPrecision | None:
-    weight = node.args[1]
-    if not isinstance(weight, Node) or weight.op != "get_attr":
-        report.reject(node, "its weight is computed in every step")
-        return None
-    precision = plan.products.get(str(weight.target))
-    if precision is None or precision.format == "bf16":
-        report.reject(node, "stays as it is" if precision is None else precision.reason)
-        return None
-    return precision
-
-
 def _hold(
     graph_module: GraphModule, name: str, quantized: QuantizedWeight, input_scale: Node | None, layout: str
 ) -> dict[str, Node]:
@@ -74,26 +70,13 @@ def _hold(
     parts: dict[Role, Tensor] = {"codes": quantized.codes, "alpha": alpha.reshape(-1)}
     if quantized.scales is not None:
         parts["scales"] = quantized.scales if layout == "linear" else swizzle(quantized.scales)
-    kind = _type(quantized, layout)
+    kind = weight_type(quantized, layout, quantized.outer.numel() > 1)
     return {
-        role: _weight(
-            graph_module, f"{name}_{role}", tensor, Part(kind, role, name, scale_name if role == "alpha" else "")
+        role: new_weight(
+            graph_module, f"{name}_{role}", tensor, part=Part(kind, role, name, scale_name if role == "alpha" else "")
         )
         for role, tensor in parts.items()
     }  # fmt: skip
-
-
-def _type(quantized: QuantizedWeight, layout: Any) -> FP8 | NVFP4:
-    by_row = quantized.outer.numel() > 1
-    rows, width = quantized.codes.shape
-    if quantized.scales is None:
-        return FP8((rows, width), "row" if by_row else "tensor")
-    outer: Literal["row", "tensor"] = "row" if by_row else "tensor"
-    return NVFP4((rows, 2 * width), quantized.recipe, quantized.e4m3_max, layout, outer=outer)
-
-
-def _weight(graph_module: GraphModule, name: str, tensor: Tensor, part: Part | None = None) -> Node:
-    return new_weight(graph_module, name, tensor, Recipe((), lambda _: tensor), part)
 
 
 class _Inputs:
@@ -122,7 +105,7 @@ class _Inputs:
             return None
         if value not in self.scales:
             tensor = torch.tensor([value], dtype=torch.float32)
-            self.scales[value] = _weight(self.graph_module, f"input_scales.s{len(self.scales)}", tensor)
+            self.scales[value] = new_weight(self.graph_module, f"input_scales.s{len(self.scales)}", tensor)
         return self.scales[value]
 
 

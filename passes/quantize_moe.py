@@ -5,7 +5,7 @@ product sums: they want the rows of gates and ups in turn.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +14,17 @@ from torch.fx import GraphModule, Node
 from octavo.compiler.errors import OptionError
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS, swizzle
 from octavo.compiler.origin import where
-from octavo.compiler.precision import PrecisionPlan, ProductPrecision, QuantizedWeight, WeightQuantizer
-from octavo.compiler.types import FP8, NVFP4, Part, Role
+from octavo.compiler.precision import (
+    PrecisionPlan,
+    ProductPrecision,
+    QuantizedWeight,
+    WeightQuantizer,
+    weight_type,
+)
+from octavo.compiler.types import Part, Role
 from octavo.passes.pattern import arguments
-from octavo.passes.rewrite import Builder, Recipe, Site, held, new_weight, release, replace
+from octavo.passes.products import planned
+from octavo.passes.rewrite import Builder, Site, held, new_weight, release, replace
 from octavo.passes.rule import PassReport, Prove
 
 octavo = torch.ops.octavo
@@ -40,7 +47,11 @@ def quantize_moe(
     """
     report = PassReport("quantize_moe", "quantizes")
     mixtures = graph_module.graph.find_nodes(op="call_function", target=octavo.moe.default)
-    chosen = [(node, precision) for node in mixtures if (precision := _precision(node, plan, report))]
+    chosen = [
+        (node, precision)
+        for node in mixtures
+        if (precision := planned(node, [arguments(node)[3], arguments(node)[5]], plan, report))
+    ]
     known: dict[tuple[Node, Node], _Experts] = {}
     for index, (node, precision) in enumerate(chosen):
         _, _, _, gate_up, _, down, *_ = arguments(node)
@@ -58,18 +69,6 @@ def quantize_moe(
             prove(report, site, known[gate_up, down].quantized)
         report.sites.append(release(graph_module, site, [gate_up, down]))
     return report
-
-
-def _precision(node: Node, plan: PrecisionPlan, report: PassReport) -> ProductPrecision | None:
-    _, _, _, gate_up, _, down, *_ = arguments(node)
-    if gate_up.op != "get_attr" or down.op != "get_attr":
-        report.reject(node, "its weights are computed in every step")
-        return None
-    precision = plan.products.get(str(gate_up.target))
-    if precision is None or precision.format == "bf16":
-        report.reject(node, "stays as it is" if precision is None else precision.reason)
-        return None
-    return precision
 
 
 def _check_rows(node: Node, name: str, weight: Tensor, precision: ProductPrecision) -> None:
@@ -110,11 +109,11 @@ class _Experts:
         tensors: dict[Role, Tensor] = {"codes": self._in_turn(quantized.codes, turned), "alpha": alpha}
         if quantized.scales is not None:
             tensors["scales"] = self._laid_out(self._in_turn(quantized.scales, turned))
-        kind = _type(quantized, self.layout, alpha.shape[1] == rows)
+        kind = weight_type(quantized, self.layout, alpha.shape[1] == rows)
         for role, tensor in tensors.items():
             part = Part(kind, role, name, other if role == "alpha" else "")
             suffix = {"codes": "", "scales": "_scale", "alpha": "_alpha"}[role]
-            self.nodes[product + suffix] = self._weight(f"{name}_{role}", tensor, part)
+            self.nodes[product + suffix] = new_weight(self.graph_module, f"{name}_{role}", tensor, part=part)
 
     def _input_scale(self, product: str, name: str, count: int) -> Node | None:
         """Of x one, of what the activation makes one for every expert; none where rows have their own."""
@@ -123,7 +122,7 @@ class _Experts:
         if value is None or self.precision.format == "nvfp4_weight_only":
             return None
         tensor = torch.full((1 if product == "gate_up" else count,), value, dtype=torch.float32)
-        self.nodes[argument] = self._weight(f"{name}_{argument}", tensor)
+        self.nodes[argument] = new_weight(self.graph_module, f"{name}_{argument}", tensor)
         return self.nodes[argument]
 
     def _in_turn(self, rows: Tensor, turned: bool) -> Tensor:
@@ -138,17 +137,6 @@ class _Experts:
         if self.layout == "linear":
             return scales
         return torch.stack([swizzle(one).view(torch.uint8) for one in scales]).view(scales.dtype)
-
-    def _weight(self, name: str, tensor: Tensor, part: Part | None = None) -> Node:
-        return new_weight(self.graph_module, name, tensor, Recipe((), lambda _: tensor), part)
-
-
-def _type(quantized: QuantizedWeight, layout: Any, by_row: bool) -> FP8 | NVFP4:
-    outer: Literal["row", "tensor"] = "row" if by_row else "tensor"
-    *leading, width = quantized.codes.shape
-    if quantized.scales is None:
-        return FP8((*leading, width), outer)
-    return NVFP4((*leading, 2 * width), quantized.recipe, quantized.e4m3_max, layout, outer=outer)
 
 
 def _rewrite(graph_module: GraphModule, node: Node, precision: ProductPrecision, weights: _Experts) -> Site:

@@ -117,14 +117,16 @@ def recipes(graph_module: GraphModule) -> dict[str, Recipe]:
 
 
 def new_weight(
-    graph_module: GraphModule, name: str, tensor: torch.Tensor, recipe: Recipe, part: Part | None = None
-) -> Node:
+    graph_module: GraphModule, name: str, tensor: torch.Tensor, recipe: Recipe | None = None,
+    part: Part | None = None,
+) -> Node:  # fmt: skip
     """A get_attr node at the top of the graph for a tensor that a pass made.
 
-    part  what it holds of a quantised value
+    recipe  None: of nothing that the graph holds
+    part    what it holds of a quantised value
     """
     hold(graph_module, name, tensor)
-    recipes(graph_module)[name] = recipe
+    recipes(graph_module)[name] = recipe or Recipe((), lambda _: tensor)
     if part is not None:
         declared(graph_module)[name] = part
     with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):

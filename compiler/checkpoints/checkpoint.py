@@ -12,7 +12,7 @@ from octavo.compiler.checkpoints.scheme import Group, Scheme
 from octavo.compiler.checkpoints.shards import Shards, read_json
 from octavo.compiler.checkpoints.stored import StoredWeight
 from octavo.compiler.errors import CheckpointError
-from octavo.compiler.precision import PageFormat
+from octavo.compiler.options import PageFormat
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 PAGE_SCALES = ("k_scale", "v_scale")

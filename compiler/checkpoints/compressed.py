@@ -16,7 +16,7 @@ from octavo.compiler.checkpoints.modelopt import require
 from octavo.compiler.checkpoints.scheme import Group, Kind, Scheme
 from octavo.compiler.checkpoints.stored import StoredWeight, place
 from octavo.compiler.errors import CheckpointError
-from octavo.compiler.precision import PageFormat
+from octavo.compiler.options import PageFormat
 
 PACKED, EIGHT_BITS, MIXED = "nvfp4-pack-quantized", "float-quantized", "mixed-precision"
 PARTS = {

@@ -23,7 +23,7 @@ from octavo.compiler.checkpoints.scheme import Group
 from octavo.compiler.checkpoints.shards import INDEX, MAX_SHARD_BYTES, Shards, ShardWriter, read_json
 from octavo.compiler.checkpoints.stored import CHUNK_ELEMENTS, StoredWeight, place
 from octavo.compiler.errors import CheckpointError
-from octavo.compiler.precision import PageFormat
+from octavo.compiler.options import PageFormat
 
 Target = Literal["modelopt", "compressed-tensors"]
 Method = Literal["nearest", "search"]

@@ -45,7 +45,7 @@ class GivenWeights:
         plan = PrecisionPlan()
         used: set[str] = set()
         for product in find_products(graph_module):
-            modules = self._modules_of(product, graph_module)
+            modules = self._modules_of(product)
             if modules:
                 plan.products[product.name] = self._precision(product, modules)
                 used.update(modules)
@@ -77,9 +77,9 @@ class GivenWeights:
                 self.checkpoint.pages, keys, values, "as the checkpoint says"
             )
 
-    def _modules_of(self, product: Product, graph_module: GraphModule) -> list[str]:
+    def _modules_of(self, product: Product) -> list[str]:
         """The modules whose weights a product consists of; none where all are plain."""
-        leaves = [leaf for name in product.weights for leaf in source_weights(graph_module, name)]
+        leaves = [leaf for name in product.weights for leaf in source_weights(self.recipes, name)]
         found = [self._source(leaf) for leaf in leaves]
         modules = [module for some in found for module in some]
         if modules and not all(found):
@@ -128,17 +128,11 @@ class GivenWeights:
         return ProductPrecision(format, scales[0], hidden, "as the checkpoint has it")
 
     def _by_weight(self, product: Product, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-        leaves = {name: self._leaves(name) for name in product.weights}
+        leaves = {name: source_weights(self.recipes, name) for name in product.weights}
         return [
             (name, [m for m in modules if any(m in self._source(leaf) for leaf in found)])
             for name, found in leaves.items()
         ]
-
-    def _leaves(self, name: str) -> list[str]:
-        recipe = self.recipes.get(name)
-        if recipe is None:
-            return [name]
-        return [leaf for source in recipe.sources for leaf in self._leaves(source)]
 
     def _input_scale(self, modules: Sequence[str], name: str) -> float:
         """One outer scale of an input that several weights read: the largest holds all."""
@@ -157,11 +151,11 @@ class GivenWeights:
     def _reached(self, graph_module: GraphModule) -> set[str]:
         """Modules of the checkpoint whose weights the graph holds."""
         nodes = graph_module.graph.find_nodes(op="get_attr")
-        leaves = {leaf for node in nodes for leaf in source_weights(graph_module, str(node.target))}
+        leaves = {leaf for node in nodes for leaf in source_weights(self.recipes, str(node.target))}
         return {module for leaf in leaves for module in self._source(leaf)}
 
     def __call__(self, name: str, weight: Tensor, format: Format) -> QuantizedWeight:
-        leaves = list(dict.fromkeys(self._leaves(name)))
+        leaves = source_weights(self.recipes, name)
         stored = [[self.checkpoint.read(module) for module in self._source(leaf)] for leaf in leaves]
         starts: dict[str, int] = {}
         total = 0

@@ -13,7 +13,8 @@ from torch import Tensor
 from octavo.compiler.checkpoints.scheme import Group, Kind, Scheme
 from octavo.compiler.checkpoints.stored import StoredWeight, place
 from octavo.compiler.errors import CheckpointError
-from octavo.compiler.precision import Format, PageFormat
+from octavo.compiler.options import PageFormat
+from octavo.compiler.precision import Format
 from octavo.compiler.version import VERSION
 
 ALGORITHMS: dict[str, tuple[Format, bool, bool]] = {

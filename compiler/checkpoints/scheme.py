@@ -8,7 +8,8 @@ from typing import Literal
 
 from octavo.compiler.checkpoints.stored import Layout, place
 from octavo.compiler.errors import CheckpointError
-from octavo.compiler.precision import Format, PageFormat
+from octavo.compiler.options import PageFormat
+from octavo.compiler.precision import Format
 
 # What the tensors of a module are: codes of four bits with block scales, codes of eight bits, or plain values.
 Kind = Literal["nvfp4", "fp8", "plain"]

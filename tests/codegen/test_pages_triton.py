@@ -8,10 +8,10 @@ import torch
 from lowered import LoweredGraph
 from torch import fx
 
-from octavo.codegen.row import arguments
 from octavo.codegen.select import Selection, select
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import load_target
 
 B200 = load_target("b200")
@@ -76,7 +76,7 @@ def test_arguments_are_those_of_the_op(op: str, pages: str, arch: int) -> None:
     """Every pointer is an argument of the op, of that dtype, a result, or scratch."""
     chosen = latent(op) if "latent" in op or "mla" in op else node(op, pages)
     spec = choose(chosen, arch).spec
-    given, scratch = arguments(chosen), {name: dtype for name, dtype, _ in spec.scratch}
+    given, scratch = named_arguments(chosen), {name: dtype for name, dtype, _ in spec.scratch}
     seen = set()
     for arg in (arg for launch in spec.launches for arg in launch.args if arg.kind != "scalar"):
         name = arg.name.removesuffix("_ptr").removesuffix("_desc")

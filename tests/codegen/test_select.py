@@ -6,9 +6,10 @@ from lowered import LoweredGraph
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.row import Row, arguments, op_name
+from octavo.codegen.row import Row, op_name
 from octavo.codegen.select import TABLE, select
 from octavo.compiler.errors import CodegenError
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.ops import OPS
 from octavo.compiler.origin import where
 from octavo.compiler.target import load_target
@@ -61,7 +62,7 @@ def test_no_row_names_node_module_and_reasons(node: fx.Node) -> None:
 
 
 def test_arguments_have_names_and_defaults(node: fx.Node) -> None:
-    given = arguments(node)
+    given = named_arguments(node)
     assert list(given) == ["x", "weight", "eps", "offset"]
     assert (given["eps"], given["offset"]) == (1e-5, 0.0)
     assert op_name(node) == "rms_norm" and op_name(given["x"]) is None

@@ -19,7 +19,7 @@ def test_a_merged_weight_knows_its_sources() -> None:
     name = next(p.name for p in find_products(graph_module) if "q_proj" in p.name)
     recipes(graph_module)[name] = Recipe(("a.q.weight", "a.kv"), lambda parts: parts[0])
     recipes(graph_module)["a.kv"] = Recipe(("a.k.weight", "a.v.weight"), lambda parts: parts[0])
-    assert source_weights(graph_module, name) == ["a.q.weight", "a.k.weight", "a.v.weight"]
+    assert source_weights(recipes(graph_module), name) == ["a.q.weight", "a.k.weight", "a.v.weight"]
 
 
 def test_pages_are_counted_by_cache() -> None:

@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_load import load_graph
 from octavo.compiler.errors import IllegalGraphError, OptionError
+from octavo.compiler.options import PageFormat
 from octavo.compiler.paging_rules import check_paging
 from octavo.compiler.pipeline import Step, apply_step
-from octavo.compiler.precision import PageFormat, PagePrecision, PrecisionPlan
+from octavo.compiler.precision import PagePrecision, PrecisionPlan
 from octavo.compiler.quantizing import QuantSettings
 from octavo.passes.quantize_kv import quantize_kv
 from octavo.passes.rewrite import held

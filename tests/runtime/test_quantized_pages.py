@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paged_model import multipliers, paged_artifact
 
 from octavo.compiler.eager_runner import EagerRunner
-from octavo.compiler.precision import PageFormat
+from octavo.compiler.options import PageFormat
 from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner, NativeRunner, page_bytes

@@ -11,9 +11,9 @@ from octavo.compiler.api import Job, finish
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.capture import capture
 from octavo.compiler.dump_files import DumpWriter
-from octavo.compiler.options import CompileOptions
+from octavo.compiler.options import CompileOptions, PageFormat
 from octavo.compiler.pipeline import Settings, Step, apply_step, lower
-from octavo.compiler.precision import PageFormat, PagePrecision, PrecisionPlan
+from octavo.compiler.precision import PagePrecision, PrecisionPlan
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quantizing import QuantSettings
 from octavo.compiler.target import load_target

@@ -32,16 +32,9 @@ from octavo.compiler.capture import capture
 from octavo.compiler.dims import DTYPE_NAMES
 from octavo.compiler.expression import evaluate, holds
 from octavo.compiler.nvfp4 import unswizzle
-from octavo.compiler.options import CompileOptions
+from octavo.compiler.options import CompileOptions, PageFormat
 from octavo.compiler.pipeline import lower, settings_of
-from octavo.compiler.precision import (
-    Format,
-    PageFormat,
-    PagePrecision,
-    PrecisionPlan,
-    ProductPrecision,
-    QuantizedWeight,
-)
+from octavo.compiler.precision import Format, PagePrecision, PrecisionPlan, ProductPrecision, QuantizedWeight
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.quantizing import QuantSettings, quantize
 from octavo.compiler.target import Target, load_target

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from octavo.codegen.model_shapes import ModelShape, kernel_set
-from octavo.codegen.row import arguments
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.graph_model import GraphModel
+from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import load_target
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import SamplingParams
@@ -58,7 +58,7 @@ class Compared:
     def __call__(self, node: Node, expected: list[Tensor], made: list[Tensor]) -> None:
         op = str(node.target).split(".")[1]
         self.ops.append(op)
-        given = arguments(node)
+        given = named_arguments(node)
         is_exact = op == "quantize"
         for index, (want, got) in enumerate(zip(expected, made, strict=True)):
             if index == 1 and given.get("format") == "nvfp4" and given["layout"] == "swizzled_128x4":
