@@ -29,6 +29,7 @@ from octavo.compiler.compiled import Compiled
 from octavo.compiler.models import LoadedModel, load_model
 from octavo.compiler.options import QuantConfig
 from octavo.compiler.progress import progress_bars
+from octavo.compiler.quality import Distribution
 from octavo.compiler.report import plain_table, titled
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import ModelRunner
@@ -109,16 +110,17 @@ def evaluate(compiled: Mapping[str, Compiled], windows: list[NDArray[np.int64]])
         report = bars("windows")
         for index, window in enumerate(windows):
             report(f"{index} of {len(windows)}", index, len(windows))
-            reference = log_probabilities(runners[REFERENCE], window)
+            first = logits_of(runners[REFERENCE], window)
+            reference = Distribution(first)
             for name, runner in runners.items():
-                own = reference if name == REFERENCE else log_probabilities(runner, window)
+                own = first if name == REFERENCE else logits_of(runner, window)
                 add(sums[name], own, reference, torch.from_numpy(window))
     return sums
 
 
-def log_probabilities(runner: ModelRunner, window: NDArray[np.int64]) -> Tensor:
+def logits_of(runner: ModelRunner, window: NDArray[np.int64]) -> Tensor:
     """(tokens, vocab) fp32 of the next token after each of the window's."""
-    return torch.from_numpy(runner.run(batch_of(window, runner.page_size)).copy()).log_softmax(-1)
+    return torch.from_numpy(runner.run(batch_of(window, runner.page_size)).copy())
 
 
 def batch_of(window: NDArray[np.int64], page_size: int) -> Batch:
@@ -138,11 +140,12 @@ def batch_of(window: NDArray[np.int64], page_size: int) -> Batch:
     )
 
 
-def add(sums: Sums, own: Tensor, reference: Tensor, window: Tensor) -> None:
+def add(sums: Sums, own: Tensor, reference: Distribution, window: Tensor) -> None:
     """The last token has no next one to be judged by; its distribution counts all the same."""
-    sums.nll.append(float(-own[:-1].gather(1, window[1:, None]).double().mean()))
-    sums.kl.append(float((reference.exp() * (reference - own)).sum(-1).double().mean()))
-    sums.agreement.append(float((own.argmax(-1) == reference.argmax(-1)).double().mean()))
+    quality = reference.compare(own)
+    sums.nll.append(float(torch.nn.functional.cross_entropy(own[:-1], window[1:])))
+    sums.kl.append(quality.kl)
+    sums.agreement.append(quality.top1)
 
 
 def row_of(name: str, compiled: Compiled, sums: Mapping[str, Sums]) -> dict[str, Any]:

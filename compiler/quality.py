@@ -59,11 +59,6 @@ def held_out(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     return pieces
 
 
-def distribution(graph_module: GraphModule, pieces: Sequence[Sequence[int]], page_size: int) -> Distribution:
-    """By a graph before it is quantised, which happens in place."""
-    return Distribution(Replay(graph_module, pieces, page_size).reference())
-
-
 def judge(
     reference: Distribution, graph_module: GraphModule, pieces: Sequence[Sequence[int]], page_size: int
 ) -> Quality:

@@ -11,8 +11,9 @@ from octavo.compiler.choose_formats import Chosen, average_bits, choose_formats,
 from octavo.compiler.errors import OptionError
 from octavo.compiler.options import QuantConfig
 from octavo.compiler.precision import Format, PrecisionPlan
-from octavo.compiler.quality import distribution, held_out, judge
+from octavo.compiler.quality import Distribution, held_out, judge
 from octavo.compiler.quantizing import QuantSettings, quantize
+from octavo.compiler.replay import Replay
 from octavo.compiler.sensitivity import Sensitivity
 from octavo.passes.assign_precision import Choice
 
@@ -118,7 +119,7 @@ def choose_formats_kl(formats: dict[str, Format], kv: Any = "bf16") -> float:
     """Of the graph that the passes make, on held-out tokens."""
     graph_module = lowered()
     pieces = held_out(sequences())
-    reference = distribution(graph_module, pieces, SETTINGS.page_size)
+    reference = Distribution(Replay(graph_module, pieces, SETTINGS.page_size).reference())
     choices = {name: Choice(format, "") for name, format in formats.items()}
     settings = QuantSettings(
         PrecisionPlan(),

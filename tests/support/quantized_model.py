@@ -18,6 +18,7 @@ from fake_cuda import B200, H100, Launched
 from interpreted_cuda import MAPPED, InterpretingDriver
 from numpy.typing import NDArray
 from stages import copied
+from tiny_llama import of_config
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,12 +60,7 @@ def tiny_model() -> LlamaForCausalLM:
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=MAX_LEN, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:  # far enough from zero for every part of the model to matter
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return model.bfloat16().eval()
+    return of_config(config).bfloat16().eval()
 
 
 @functools.cache

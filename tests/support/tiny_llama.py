@@ -31,12 +31,17 @@ def build() -> LlamaForCausalLM:
         eos_token_id=2,
     )
     config.name_or_path = "tiny-llama"
+    return of_config(config).eval()
+
+
+def of_config(config: LlamaConfig) -> LlamaForCausalLM:
+    """A model of random weights, far enough from zero for every part of it to matter."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
-        if parameter.dim() == 2:  # far enough from zero for every part of the model to matter
+        if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return model.eval()
+    return model
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ import torch
 from fake_cuda import POISON
 from interpreted_cuda import InterpretingDriver
 from numpy.typing import NDArray
+from tiny_llama import of_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.codegen.build_triton import build_kernels
@@ -33,12 +34,7 @@ def model() -> LlamaForCausalLM:
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 2:  # far enough from zero for every part of the model to matter
-            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
-    return model.bfloat16().eval()
+    return of_config(config).bfloat16().eval()
 
 
 def build_one_form(specs: Sequence[KernelSpec], target: Target, progress: Any) -> list[Kernel]:
