@@ -21,7 +21,7 @@ from octavo.compiler import api
 from octavo.compiler.models import load_model
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import plain_table, titled
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 Rates = tuple[float, float]  # prefill, decode: tokens a second
 Prompts = list[list[int]]

@@ -24,7 +24,7 @@ import time
 marks = [time.perf_counter()]
 import json, sys
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 marks.append(time.perf_counter())
 artifact, prompt = sys.argv[1:]
 engine = Engine.from_artifact(artifact)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from octavo.compiler.api import compile
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 # Llama-3.2-1B's, but for the width of the MLP.
 SIZES = {"VOCAB": 128_256, "WIDTH": 2048, "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 64, "LAYERS": 16}

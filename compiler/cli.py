@@ -164,7 +164,7 @@ def run(
     """
     with exit_codes(traceback), starting():
         from octavo.compiler.commands.run import Choices, run
-        from octavo.runtime.request import SamplingParams
+        from octavo.runtime.sampling_params import SamplingParams
     with exit_codes(traceback):
         params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
         run(Choices(artifact, prompt, prompts_file, chat, system, params, stats))

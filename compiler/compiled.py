@@ -15,7 +15,8 @@ from octavo.compiler.report import Report
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.open_runner import open_runner
-from octavo.runtime.request import Completion, SamplingParams, Token
+from octavo.runtime.request import Completion, Token
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]

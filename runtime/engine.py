@@ -17,8 +17,9 @@ from octavo.runtime.kv_cache import PagePool
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.open_runner import open_runner
 from octavo.runtime.output import Output
-from octavo.runtime.request import Completion, Request, SamplingParams, Status, Token, check_prompt
+from octavo.runtime.request import Completion, Request, Status, Token, check_prompt
 from octavo.runtime.sampler import RandomKey, sample
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Chunk, Scheduler
 from octavo.runtime.tokenizer import Tokenizer, load_tokenizer
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 # Word 2 of the counter keeps streams apart; others will follow (drafts, acceptance).
 SAMPLE_STREAM = 0

@@ -14,7 +14,8 @@ from octavo.compiler.chat import encode_chat, load_chat_template
 from octavo.compiler.compiled import load
 from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
-from octavo.runtime.request import SamplingParams, Token
+from octavo.runtime.request import Token
+from octavo.runtime.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 Message = dict[str, str]

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from octavo.compiler.check import check as check
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
+    from octavo.compiler.models import load_model as load_model
     from octavo.compiler.options import CompileOptions as CompileOptions
     from octavo.compiler.options import QuantConfig as QuantConfig
     from octavo.compiler.resume import resume as resume
-    from octavo.runtime.request import SamplingParams as SamplingParams
+    from octavo.runtime.sampling_params import SamplingParams as SamplingParams
+    from octavo.runtime.sampling_params import Structured as Structured
 
 # public name -> the module that defines it; `errors` is the module itself
 _HOME = {
@@ -24,16 +26,18 @@ _HOME = {
     "check": "octavo.compiler.check",
     "compile": "octavo.compiler.api",
     "load": "octavo.compiler.compiled",
+    "load_model": "octavo.compiler.models",
     "resume": "octavo.compiler.resume",
     "CompileOptions": "octavo.compiler.options",
     "QuantConfig": "octavo.compiler.options",
-    "SamplingParams": "octavo.runtime.request",
+    "SamplingParams": "octavo.runtime.sampling_params",
+    "Structured": "octavo.runtime.sampling_params",
     "errors": "octavo.compiler.errors",
 }
 
 __all__ = [
-    "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "__version__", "backend_report", "check", "compile",
-    "errors", "load", "resume",
+    "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "Structured", "__version__", "backend_report",
+    "check", "compile", "errors", "load", "load_model", "resume",
 ]  # fmt: skip
 
 __version__ = VERSION

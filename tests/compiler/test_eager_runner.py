@@ -16,7 +16,7 @@ from octavo.compiler.eager_runner import EagerRunner
 from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import NativeRunner
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 PROMPTS = [[1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 

@@ -42,7 +42,7 @@ SETTINGS: tuple[dict[str, Any], ...] = ({}, {"max_batch_tokens": 16}, {"chunked_
 NEW_PROCESS = """
 import json, sys
 import octavo
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 path, prompts, settings = json.loads(sys.stdin.read())
 engine = octavo.load(path).engine(**settings)
 answers = engine.generate(prompts, SamplingParams(max_tokens={num_tokens}, ignore_eos=True))

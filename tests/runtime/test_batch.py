@@ -2,7 +2,8 @@ import numpy as np
 
 from octavo.compiler.program import STEP_INPUTS
 from octavo.runtime.batch import build_batch
-from octavo.runtime.request import Request, SamplingParams
+from octavo.runtime.request import Request
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Chunk
 
 

@@ -24,7 +24,7 @@ from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_runner import CudaRunner, buckets
 from octavo.runtime.engine import Engine
 from octavo.runtime.open_runner import open_runner
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 VOCAB, PAGE_SIZE = 13, 4
 NAMES = (*STEP_INPUTS, "scale", "k_cache_0", "hidden", "logits", "T", "R", "L", "P")

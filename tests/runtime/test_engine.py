@@ -8,7 +8,8 @@ import pytest
 
 from octavo.compiler.errors import ExecutionError, OptionError, RequestError
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import Completion, SamplingParams, Token
+from octavo.runtime.request import Completion, Token
+from octavo.runtime.sampling_params import SamplingParams
 
 Make = Callable[..., Engine]
 Greedy = Callable[..., list[int]]

@@ -20,7 +20,7 @@ from octavo.runtime.cuda import TensorMap
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_runner import CudaRunner
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

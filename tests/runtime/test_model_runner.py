@@ -15,7 +15,7 @@ from octavo.compiler.weights import Weight
 from octavo.runtime import model_runner
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import NativeRunner, aligned_zeros, default_num_pages, page_bytes
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 VOCAB_SIZE, PAGE_SIZE = 13, 4
 BUFFERS = (

@@ -2,7 +2,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from octavo.runtime.output import Output
-from octavo.runtime.request import FinishReason, Request, SamplingParams, Status, Token
+from octavo.runtime.request import FinishReason, Request, Status, Token
+from octavo.runtime.sampling_params import SamplingParams
 
 
 class Letters:

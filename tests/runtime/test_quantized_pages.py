@@ -15,7 +15,7 @@ from octavo.compiler.options import PageFormat
 from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner, NativeRunner, page_bytes
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 FORMATS = pytest.mark.parametrize("format", ["fp8", "nvfp4"])
 PROMPTS = [[1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7] * 6]

@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare, kstest
 
 from octavo.compiler.errors import ExecutionError
-from octavo.runtime.request import SamplingParams
 from octavo.runtime.sampler import RandomKey, best, draw, probabilities, sample, uniform
+from octavo.runtime.sampling_params import SamplingParams
 
 LOGITS = np.log(np.array([0.1, 0.3, 0.05, 0.3, 0.25], np.float32))
 HOT = SamplingParams(temperature=1.0)

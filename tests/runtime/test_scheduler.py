@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from octavo.compiler.errors import RequestError
 from octavo.runtime.engine import Engine
 from octavo.runtime.kv_cache import PagePool
-from octavo.runtime.request import Request, SamplingParams, Status
+from octavo.runtime.request import Request, Status
+from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 
 Make = Callable[..., Engine]

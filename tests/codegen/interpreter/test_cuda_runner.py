@@ -21,7 +21,7 @@ from octavo.compiler.target import Target
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda_runner import CudaRunner
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 PAGE_SIZE, VOCAB, NUM_PAGES = 16, 96, 12
 PROMPTS = [[5, 6, 7], list(range(20, 37)), [90]]

@@ -17,7 +17,7 @@ from octavo.compiler.pipeline import lower, settings_of
 from octavo.compiler.precision import Format, PrecisionPlan, ProductPrecision, QuantizedWeight
 from octavo.compiler.quantizing import QuantSettings, quantize
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 MOE = torch.ops.octavo.moe.default
 NAMES = {"nvfp4": "nvfp4_moe", "nvfp4_weight_only": "nvfp4_weight_moe", "fp8": "fp8_moe"}

@@ -26,7 +26,7 @@ from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import load_target
 from octavo.runtime.engine import Engine
-from octavo.runtime.request import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams
 
 PROMPTS = [[5, 6, 7], list(range(20, 37)), [90]]
 # Largest difference to the reference, relative to the largest element: sums in another order, then one rounding.

@@ -19,8 +19,8 @@ from octavo.codegen.sampling_triton import (
 )  # fmt: skip
 from octavo.codegen.specs_triton import gather_rows_spec
 from octavo.compiler.target import load_target
-from octavo.runtime.request import SamplingParams
 from octavo.runtime.sampler import RandomKey, draw, probabilities, uniform
+from octavo.runtime.sampling_params import SamplingParams
 
 Launch = Callable[[KernelSpec, dict[str, Tensor], dict[str, int]], list[str]]
 FEW_PARTS = replace(load_target("b200"), sm_count=8)  # rows in 2 parts

@@ -15,8 +15,8 @@ from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.sampling_triton import ACCEPT_STREAM, RESIDUAL_STREAM, sample_spec
 from octavo.codegen.speculative_triton import Chains, greedy_spec, verify_spec
 from octavo.compiler.target import load_target
-from octavo.runtime.request import SamplingParams
 from octavo.runtime.sampler import draw, probabilities
+from octavo.runtime.sampling_params import SamplingParams
 
 Launch = Callable[[KernelSpec, dict[str, Tensor], dict[str, int]], list[str]]
 Row = NDArray[np.float64]
