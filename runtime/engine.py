@@ -18,7 +18,7 @@ from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.open_runner import open_runner
 from octavo.runtime.output import Output
 from octavo.runtime.request import Completion, Request, Status, Token, check_prompt
-from octavo.runtime.sampler import RandomKey, sample
+from octavo.runtime.sampler import RandomKey, Row, Sampled, sample
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Chunk, Scheduler
 from octavo.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -237,13 +237,11 @@ class Engine:
         batch = build_batch(chunks, self.runner.page_size)
         logits = self.runner.run(batch)
         requests = batch.requests
-        results = sample(
-            logits,
-            [request.params for request in requests],
-            [self._key(request) for request in requests],
-            [len(request.tokens) for request in requests],
-        )
-        failed = {r.request_id: e for r, e in zip(requests, results, strict=True) if not isinstance(e, int)}
+        rows = [Row(request.params, self._key(request), len(request.tokens)) for request in requests]
+        results = sample(logits, rows)
+        failed = {
+            r.request_id: e for r, e in zip(requests, results, strict=True) if isinstance(e, ExecutionError)
+        }
         for request in requests:
             if request.request_id in failed:
                 request.error = str(failed[request.request_id])
@@ -251,7 +249,7 @@ class Engine:
         kept = [chunk for chunk in chunks if chunk.request.request_id not in failed]
         self.stats.computed_tokens += len(batch.input_ids)
         self.stats.prompt_tokens += sum(r.prompt_len for r in requests if len(r.tokens) == r.prompt_len)
-        self.scheduler.commit(kept, [token for token in results if isinstance(token, int)])
+        self.scheduler.commit(kept, [chosen.token_id for chosen in results if isinstance(chosen, Sampled)])
         self.stats.generated_tokens += len(requests) - len(failed)
         return [token for request in requests for token in self._show(self._outputs[request.request_id])]
 
@@ -300,10 +298,7 @@ class Engine:
         encoded = self.tokenizer.encode(prompt) if self.tokenizer and isinstance(prompt, str) else prompt
         assert not isinstance(encoded, str)
         tokens = check_prompt(encoded, self.model.vocab_size)
-        if too_large := [i for i in params.stop_token_ids if i >= self.model.vocab_size]:
-            raise RequestError(
-                f"stop_token_ids: expected ids below {self.model.vocab_size}, got {too_large[0]}"
-            )
+        params.check_ids(self.model.vocab_size)
         end_ids = () if params.ignore_eos else self.model.eos_token_ids
         max_len = self.scheduler.max_len(len(tokens), params.max_tokens)
         request = Request(

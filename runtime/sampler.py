@@ -1,17 +1,22 @@
 """Logits to token ids: pure functions of a row, its request's parameters and its place, never of the batch.
 
-Order: temperature, top-k, top-p, min-p, draw (that of Hugging Face). Equal probabilities rank by token id,
-lowest first. Probabilities are computed in float64.
+Order: masks, bias and penalties (token_state.py), temperature, top-k, top-p, min-p, draw (that of Hugging
+Face). Equal probabilities rank by token id, lowest first. Probabilities are computed in float64.
+
+Log-probabilities that are reported are those of the model: of the unmodified logits, whatever was done to them
+before the draw.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.token_state import TokenState
 
 # Word 2 of the counter keeps streams apart; others will follow (drafts, acceptance).
 SAMPLE_STREAM = 0
@@ -25,11 +30,37 @@ class RandomKey:
     """Names a stream of random numbers: (seed, stream) with 0 <= each < 2**64.
 
     A request's own seed gives (seed, 0); otherwise it is (engine's seed, request id + 1), so the two never
-    meet.
+    meet. branch: which of a request's branches draws.
     """
 
     seed: int
     stream: int
+    branch: int = 0
+
+
+class Row(NamedTuple):
+    """What the token of one row of logits is chosen by.
+
+    position  of the token to be drawn, in its sequence
+    state     has taken in all tokens before it; None: logits are left as they are
+    """
+
+    params: SamplingParams
+    key: RandomKey
+    position: int
+    state: TokenState | None = None
+
+
+class Sampled(NamedTuple):
+    """A chosen token.
+
+    logprob       its log-probability (natural); None where params ask for none
+    top_logprobs  (token id, log-probability) of the most probable tokens, highest first, then by id
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 def uniform(key: RandomKey, position: int) -> float:
@@ -37,7 +68,7 @@ def uniform(key: RandomKey, position: int) -> float:
 
     Only the raw bits of numpy's Philox are used: those are stable between numpy versions.
     """
-    counter = np.array([0, position, SAMPLE_STREAM, 0], np.uint64)
+    counter = np.array([0, position, SAMPLE_STREAM, key.branch], np.uint64)
     bits = np.random.Philox(key=np.array([key.seed, key.stream], np.uint64), counter=counter).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 
@@ -96,30 +127,71 @@ def draw(probs: NDArray[np.float64], point: float) -> int:
     return token if token < len(probs) else int(np.flatnonzero(probs)[-1])
 
 
-def sample(
-    logits: NDArray[np.float32],
-    params: Sequence[SamplingParams],
-    keys: Sequence[RandomKey],
-    positions: Sequence[int],
-) -> list[int | ExecutionError]:
-    """A token for each row of logits (L, vocab). positions: of the token to be drawn, in its sequence.
+def sample(logits: NDArray[np.float32], rows: Sequence[Row]) -> list[Sampled | ExecutionError]:
+    """A token for each row of logits (L, vocab).
 
     A row that holds NaN, +inf, or nothing above -inf gives an ExecutionError in place of its token, so that
-    the other requests of the step go on.
+    the other requests of the step go on; so does one of which masks leave nothing.
     """
     if len(logits) == 0:
         return []
     highest = logits.argmax(axis=-1)  # the first maximum; the first NaN where there is one
-    results: list[int | ExecutionError] = []
-    for row, (own, key, position) in enumerate(zip(params, keys, positions, strict=True)):
-        top = logits[row, highest[row]]
-        if not np.isfinite(top):
-            results.append(ExecutionError(_not_finite(logits[row], position)))
-        elif own.is_greedy:
-            results.append(int(highest[row]))
+    is_finite = np.isfinite(logits[np.arange(len(logits)), highest])
+    results: list[Sampled | ExecutionError] = []
+    for index, (row, best_id) in enumerate(zip(rows, highest.tolist(), strict=True)):
+        if not is_finite[index]:
+            results.append(ExecutionError(_not_finite(logits[index], row.position)))
+        elif row.state is None and row.params.is_greedy and not row.params.needs_logprobs:
+            results.append(Sampled(best_id))
         else:
-            results.append(draw(probabilities(logits[row], own), uniform(key, position)))
+            results.append(_sample_row(logits[index], row))
     return results
+
+
+def _sample_row(logits: NDArray[np.float32], row: Row) -> Sampled | ExecutionError:
+    params = row.params
+    try:
+        processed = logits if row.state is None else row.state.apply(logits)
+    except ExecutionError as error:
+        return error
+    token_id = int(processed.argmax())
+    if not np.isfinite(processed[token_id]):
+        return ExecutionError(
+            f"logits: expected a token that may follow at position {row.position}, got none: structured, "
+            "min_tokens and the model's end tokens together forbid all"
+        )
+    if not params.is_greedy:
+        token_id = draw(probabilities(processed, params), uniform(row.key, row.position))
+    return _report(logits, token_id, params.logprobs or 0) if params.needs_logprobs else Sampled(token_id)
+
+
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The natural logarithms of the probabilities of a row (vocab,) with a finite maximum."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
+    return result
+
+
+def prompt_logprobs(
+    logits: NDArray[np.float32], next_tokens: Sequence[int], count: int
+) -> list[Sampled | ExecutionError]:
+    """For each row of logits (L, vocab) the prompt's token after it, with the `count` best ones beside it.
+
+    As with `sample`, a row that is not finite gives an ExecutionError.
+    """
+    results: list[Sampled | ExecutionError] = []
+    for position, (row, token_id) in enumerate(zip(logits, next_tokens, strict=True)):
+        is_finite = np.isfinite(row.max())
+        error = None if is_finite else ExecutionError(_not_finite(row, position))
+        results.append(error or _report(row, token_id, count))
+    return results
+
+
+def _report(logits: NDArray[np.float32], token_id: int, count: int) -> Sampled:
+    logprobs = log_probabilities(logits)
+    ids = best(logits, min(count, len(logits))) if count else []
+    return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in ids))
 
 
 def _not_finite(row: NDArray[np.float32], position: int) -> str:

@@ -143,6 +143,17 @@ class SamplingParams:
         """How many sequences run for one request."""
         return self.beam_width or self.best_of or self.n
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """The chosen token's log-probability is reported, or ranks the answers."""
+        return self.logprobs is not None or self.best_of is not None
+
+    def check_ids(self, vocab_size: int) -> None:
+        """RequestError for token ids that the model does not have."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", dict(self.logit_bias))):
+            if too_large := [token_id for token_id in ids if token_id >= vocab_size]:
+                raise RequestError(f"{name}: expected ids below {vocab_size}, got {too_large[0]}")
+
     def _check_choice(self) -> None:
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**64 - 1)

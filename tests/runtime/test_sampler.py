@@ -1,22 +1,41 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 from scipy.stats import chisquare, kstest
 
 from octavo.compiler.errors import ExecutionError
-from octavo.runtime.sampler import RandomKey, best, draw, probabilities, sample, uniform
+from octavo.runtime.sampler import (
+    RandomKey,
+    Row,
+    Sampled,
+    best,
+    draw,
+    log_probabilities,
+    probabilities,
+    prompt_logprobs,
+    sample,
+    uniform,
+)
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.token_state import new_token_state
 
 LOGITS = np.log(np.array([0.1, 0.3, 0.05, 0.3, 0.25], np.float32))
 HOT = SamplingParams(temperature=1.0)
 
 
 def sample_one(logits: NDArray[np.float32], params: SamplingParams, key: RandomKey, position: int) -> int:
-    [token] = sample(logits[None], [params], [key], [position])
-    assert isinstance(token, int)
-    return token
+    [chosen] = sample(logits[None], [Row(params, key, position)])
+    assert isinstance(chosen, Sampled)
+    return chosen.token_id
+
+
+def greedy_rows(count: int) -> list[Row]:
+    return [Row(SamplingParams(), RandomKey(0, 0), 0)] * count
 
 
 def softmax(logits: NDArray[np.float32], temperature: float = 1.0) -> NDArray[np.float64]:
@@ -29,7 +48,7 @@ def test_greedy_takes_the_lowest_id_of_equal_maxima() -> None:
     logits = np.array(
         [[1, 3, 3, 0], [-np.inf, -np.inf, -5, -5], [0, 0, 0, 0], [-0.0, 0.0, -1, -1]], np.float32
     )
-    assert sample(logits, [SamplingParams()] * 4, [RandomKey(0, 0)] * 4, [0] * 4) == [1, 2, 0, 0]
+    assert sample(logits, greedy_rows(4)) == [Sampled(1), Sampled(2), Sampled(0), Sampled(0)]
 
 
 def test_greedy_ignores_the_other_parameters() -> None:
@@ -216,15 +235,14 @@ def test_a_row_does_not_depend_on_the_batch(order: list[int], count: int) -> Non
     keys = [RandomKey(1, i) for i in range(5)]
     alone = [sample_one(logits[i], params[i], keys[i], 10 + i) for i in range(5)]
     chosen = order[:count]
-    together = sample(
-        logits[chosen], [params[i] for i in chosen], [keys[i] for i in chosen], [10 + i for i in chosen]
-    )
-    assert together == [alone[i] for i in chosen]
+    together = sample(logits[chosen], [Row(params[i], keys[i], 10 + i) for i in chosen])
+    assert together == [Sampled(alone[i]) for i in chosen]
 
 
 def test_logits_are_not_changed() -> None:
     logits = LOGITS[None].copy()
-    sample(logits, [SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)], [RandomKey(0, 0)], [0])
+    params = SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, logprobs=3, logit_bias={1: -9.0})
+    sample(logits, [Row(params, RandomKey(0, 0), 0, new_token_state(params, 1))])
     assert (logits == LOGITS).all()
 
 
@@ -239,14 +257,85 @@ def test_logits_are_not_changed() -> None:
 )
 def test_a_broken_row_is_an_error_of_its_own(params: SamplingParams, row: list[float], found: str) -> None:
     logits = np.array([[0, 5, 1], row, [7, 5, 1]], np.float32)
-    first, broken, last = sample(
-        logits, [SamplingParams(), params, SamplingParams()], [RandomKey(0, 0)] * 3, [0, 6, 0]
-    )
-    assert (first, last) == (1, 0)
+    [whole] = greedy_rows(1)
+    first, broken, last = sample(logits, [whole, Row(params, RandomKey(0, 0), 6), whole])
+    assert (first, last) == (Sampled(1), Sampled(0))
     assert isinstance(broken, ExecutionError)
     with pytest.raises(ExecutionError, match=f"logits: expected finite numbers, got {found} at position 6"):
         raise broken
 
 
 def test_no_rows_no_tokens() -> None:
-    assert sample(np.zeros((0, 5), np.float32), [], [], []) == []
+    assert sample(np.zeros((0, 5), np.float32), []) == []
+
+
+def test_branches_of_a_request_draw_their_own_numbers() -> None:
+    points = {uniform(RandomKey(5, 1, branch), at) for branch in range(4) for at in range(100)}
+    assert len(points) == 400
+    assert uniform(RandomKey(5, 1, 0), 3) == uniform(RandomKey(5, 1), 3)
+    word = philox([1, 3, 0, 2], [5, 1])
+    assert uniform(RandomKey(5, 1, 2), 3) == (word >> 11) * 2.0**-53
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=30), st.integers(0, 20))
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_logits(row: list[float], count: int) -> None:
+    logits = np.array(row, np.float32)
+    expected = log_softmax(logits.astype(np.float64))
+    ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    least = int(logits.argmin())
+    params = SamplingParams(None, 3.0, top_k=1, logprobs=count, logit_bias={least: 100})
+    [chosen] = sample(logits[None], [Row(params, RandomKey(0, 0), 5, new_token_state(params, 1))])
+    assert isinstance(chosen, Sampled)
+    biased = logits + np.float32(100) * (np.arange(len(row)) == least)
+    assert chosen.token_id == int(biased.argmax())
+    assert np.isclose(chosen.logprob or 0, expected[chosen.token_id], rtol=1e-12, atol=1e-12)
+    assert [token for token, _ in chosen.top_logprobs] == ranked[:count]
+    assert np.allclose(
+        [lp for _, lp in chosen.top_logprobs], expected[ranked[:count]], rtol=1e-12, atol=1e-12
+    )
+
+
+def test_logprobs_come_only_where_asked_for() -> None:
+    logits = LOGITS[None]
+    key = RandomKey(0, 0)
+
+    def one(params: SamplingParams) -> Sampled:
+        [chosen] = sample(logits, [Row(params, key, 0)])
+        assert isinstance(chosen, Sampled)
+        return chosen
+
+    assert one(SamplingParams()) == Sampled(1, None, ())
+    plain = one(SamplingParams(logprobs=0))
+    assert plain.logprob == pytest.approx(math.log(0.3), abs=1e-6) and plain.top_logprobs == ()
+    ranked = one(SamplingParams(temperature=1, best_of=2))
+    assert ranked.logprob == pytest.approx(float(LOGITS[ranked.token_id]), abs=1e-6)
+    assert [token for token, _ in one(SamplingParams(logprobs=20)).top_logprobs] == [1, 3, 4, 0, 2]
+
+
+def test_logprobs_of_a_masked_token_are_minus_infinity() -> None:
+    logprobs = log_probabilities(np.array([0, -np.inf, 0], np.float32))
+    assert logprobs.tolist() == [pytest.approx(math.log(0.5)), -math.inf, pytest.approx(math.log(0.5))]
+
+
+def test_prompt_logprobs_are_of_the_token_after_each_row() -> None:
+    logits = np.random.default_rng(1).standard_normal((3, 12)).astype(np.float32) * 5
+    expected = log_softmax(logits.astype(np.float64), axis=-1)
+    logits[1, 4] = np.nan
+    first, broken, last = prompt_logprobs(logits, [7, 0, 11], 2)
+    for row, token, result in ((0, 7, first), (2, 11, last)):
+        assert isinstance(result, Sampled) and result.token_id == token
+        assert result.logprob == pytest.approx(expected[row, token], rel=1e-12)
+        assert [i for i, _ in result.top_logprobs] == np.argsort(-expected[row])[:2].tolist()
+    assert isinstance(broken, ExecutionError) and "1 NaN" in str(broken)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_everything_masked_is_an_error_of_its_own(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, min_tokens=1)
+    state = new_token_state(params, 1, range(5))
+    row = Row(params, RandomKey(0, 0), 6, state)
+    broken, whole = sample(np.stack([LOGITS, LOGITS]), [row, *greedy_rows(1)])
+    assert whole == Sampled(1)
+    assert isinstance(broken, ExecutionError)
+    assert str(broken).startswith("logits: expected a token that may follow at position 6, got none")

@@ -120,3 +120,11 @@ def test_what_a_text_must_be_is_checked_for_form() -> None:
         RequestError, match="expected the kind json, json_schema, regex or grammar, got 'xml'"
     ):
         Structured("xml")  # type: ignore[arg-type]
+
+
+def test_ids_that_the_model_does_not_have_are_refused() -> None:
+    SamplingParams(stop_token_ids=(9,), logit_bias={9: 1}).check_ids(10)
+    with pytest.raises(RequestError, match="stop_token_ids: expected ids below 10, got 10"):
+        SamplingParams(stop_token_ids=(9, 10)).check_ids(10)
+    with pytest.raises(RequestError, match="logit_bias: expected ids below 10, got 11"):
+        SamplingParams(logit_bias={9: 1, 11: 1}).check_ids(10)
