@@ -99,6 +99,8 @@ class Recorder:
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.num_pages, self.page_size = runner, runner.num_pages, runner.page_size
+        self.num_host_pages, self.page_windows = runner.num_host_pages, runner.page_windows
+        self.page_bytes, self.move_pages = runner.page_bytes, runner.move_pages
         self.first = np.zeros(0)
 
     def run(self, batch: Any) -> Any:

@@ -1,5 +1,6 @@
 """Runs an artifact's lowered graph with the eager references: the fall-back where no C++ compiler is."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from octavo.compiler.build import LOWERED_GRAPH
 from octavo.compiler.dims import DTYPE_NAMES
 from octavo.compiler.dump_load import load_graph
 from octavo.runtime.batch import Batch
-from octavo.runtime.model_runner import default_num_pages
+from octavo.runtime.model_runner import default_num_pages, page_bytes
+from octavo.runtime.page_moves import HostPages, Move
 
 TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -20,8 +22,10 @@ TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class EagerRunner:
     """A ModelRunner in plain torch: the same graph and pages, many times slower than the host program."""
 
-    def __init__(self, artifact: Artifact, num_pages: int | None = None) -> None:
+    def __init__(self, artifact: Artifact, num_pages: int | None = None, num_host_pages: int = 0) -> None:
         self.page_size = artifact.program.page_size
+        self.page_windows = artifact.program.page_windows
+        self.page_bytes = page_bytes(artifact.program)
         self.num_pages = default_num_pages(artifact) if num_pages is None else num_pages
         weights = {
             name: _tensor(weight.array, weight.dtype, weight.shape)
@@ -32,6 +36,12 @@ class EagerRunner:
             b.name: torch.zeros([self.num_pages, *(int(d) for d in b.shape[1:])], dtype=TORCH[b.dtype])
             for b in artifact.program.of_kind("cache")
         }
+        self.num_host_pages = num_host_pages
+        pages = [cache.view(self.num_pages, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
+        self._pages = HostPages(pages, num_host_pages)
+
+    def move_pages(self, moves: Sequence[Move]) -> None:
+        self._pages.move(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         inputs: dict[str, Any] = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}

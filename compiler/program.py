@@ -58,14 +58,16 @@ class Step:
 class Program:
     """What runs in one step, in order.
 
-    workspace  bytes of scratch memory, an expression in DIMS
-    page_size  tokens per KV page
+    workspace     bytes of scratch memory, an expression in DIMS
+    page_size     tokens per KV page
+    page_windows  of each page group, how many tokens back its layers look, the token itself counted; None: all
     """
 
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     workspace: Dim
     page_size: int
+    page_windows: tuple[int | None, ...] = (None,)
 
     def of_kind(self, kind: BufferKind) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.kind == kind)

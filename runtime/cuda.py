@@ -66,6 +66,14 @@ class Launch:
     cooperative: bool = False
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Equal pieces of device memory or of page-locked host memory. stride: bytes from each to the next."""
+
+    address: int
+    stride: int
+
+
 class Driver(Protocol):
     """A device and what is done with it. Every call may raise ExecutionError."""
 
@@ -100,6 +108,9 @@ class Driver(Protocol):
     def upload(self, address: int, source: NDArray[Any], stream: int) -> None: ...
 
     def download(self, target: NDArray[Any], address: int, stream: int) -> None: ...
+
+    def copy(self, target: Pieces, source: Pieces, piece_bytes: int, count: int, stream: int) -> None:
+        """`count` pieces of `piece_bytes`, of which both strides are multiples. No piece overlaps another."""
 
     def fill(self, address: int, byte: int, num_bytes: int, stream: int) -> None: ...
 

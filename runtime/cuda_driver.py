@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError, MissingDependencyError
-from octavo.runtime.cuda import TENSOR_MAP_BYTES, Device, Launch, TensorMap
+from octavo.runtime.cuda import TENSOR_MAP_BYTES, Device, Launch, Pieces, TensorMap
 
 LIBRARY = "libcuda.so.1"
 TENSOR_MAP_ALIGNMENT = 64
@@ -23,11 +23,12 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _L2_PROMOTION_128B = 2
 _THREAD_LOCAL_CAPTURE = 1
 _NON_BLOCKING_STREAM = 1
+_UNIFIED_MEMORY = 4  # CU_MEMORYTYPE_UNIFIED: an address says itself whether it is the host's
 # CUlaunchAttributeID
 _COOPERATIVE, _CLUSTER_DIMENSION, _CLUSTER_SPREAD, _PROGRAMMATIC_SERIALIZATION = 2, 4, 5, 6
 
 _ADVICE = {
-    "CUDA_ERROR_OUT_OF_MEMORY": "free device memory, or ask for fewer pages (num_pages)",
+    "CUDA_ERROR_OUT_OF_MEMORY": "free device memory, or ask for fewer pages (num_pages, num_host_pages)",
     "CUDA_ERROR_NO_DEVICE": "run it on a machine with an NVIDIA GPU, or compile with target='cpu'",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "compile the model for this device (target='auto')",
     "CUDA_ERROR_INVALID_IMAGE": "install a newer NVIDIA driver, or compile with an older Triton",
@@ -64,6 +65,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (_pointer,),
     "cuMemcpyHtoDAsync_v2": (_address, _pointer, _size, _pointer),
     "cuMemcpyDtoHAsync_v2": (_pointer, _address, _size, _pointer),
+    "cuMemcpy3DAsync_v2": (_pointer, _pointer),
     "cuMemsetD8Async": (_address, ctypes.c_ubyte, _size, _pointer),
     "cuStreamCreate": (_pointer, _uint),
     "cuStreamDestroy_v2": (_pointer,),
@@ -106,6 +108,21 @@ class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: the value is a union of 64 bytes."""
 
     _fields_ = (("id", _int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_uint64 * 8))
+
+
+class _Side(ctypes.Structure):
+    """The source's or the target's half of CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("x", _size), ("y", _size), ("z", _size), ("level", _size), ("memory", _int), ("host", _pointer),
+        ("address", _address), ("array", _pointer), ("reserved", _pointer), ("pitch", _size), ("height", _size),
+    )  # fmt: skip
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY3D"""
+
+    _fields_ = (("source", _Side), ("target", _Side), ("width", _size), ("height", _size), ("depth", _size))
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,19 @@ class CudaDriver:
 
     def download(self, target: NDArray[Any], address: int, stream: int) -> None:
         self._call("cuMemcpyDtoHAsync_v2", target.ctypes.data, address, target.nbytes, stream)
+
+    def copy(self, target: Pieces, source: Pieces, piece_bytes: int, count: int, stream: int) -> None:
+        """The pieces as planes of one row, as a plane may be any size and the distance of rows may not."""
+        sides = [
+            _Side(
+                memory=_UNIFIED_MEMORY,
+                address=pieces.address,
+                pitch=piece_bytes,
+                height=pieces.stride // piece_bytes,
+            )
+            for pieces in (source, target)
+        ]
+        self._call("cuMemcpy3DAsync_v2", ctypes.byref(_Copy(*sides, piece_bytes, 1, count)), stream)
 
     def fill(self, address: int, byte: int, num_bytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, byte, num_bytes, stream)

@@ -3,7 +3,7 @@
 import json
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,8 +19,10 @@ from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 from octavo.runtime.cuda_memory import ALIGNMENT, DeviceMemory, Progress, Region, upload_weights
+from octavo.runtime.cuda_pages import DevicePages
 from octavo.runtime.kv_cache import NULL_PAGE
-from octavo.runtime.model_runner import num_bytes, page_bytes
+from octavo.runtime.model_runner import ONE_PAGE, check_page_counts, num_bytes, page_bytes
+from octavo.runtime.page_moves import Move
 
 DEFAULT_MAX_REQUESTS = 64
 # Of the memory that weights and workspace leave free, this share becomes pages; graphs and other libraries
@@ -36,6 +38,7 @@ class CudaRunner:
     """A ModelRunner on one GPU. No Triton and no torch: cubins of the artifact through the CUDA driver.
 
     num_pages         KV pages with the null page; None: what free memory holds, at most `max_requests` of full length
+    num_host_pages    slots in page-locked host memory that pages move out to
     max_requests      most requests of a step, for which memory is planned and graphs are made
     max_batch_tokens  most tokens of a step; None: the model's
     graphs            False: launch every kernel of every step. Logits are the same, bit for bit
@@ -48,12 +51,14 @@ class CudaRunner:
     """
 
     def __init__(
-        self, artifact: Artifact, num_pages: int | None = None, *, max_requests: int = DEFAULT_MAX_REQUESTS,
-        max_batch_tokens: int | None = None, graphs: bool = True, driver: Driver | None = None,
-        progress: Progress | None = None,
+        self, artifact: Artifact, num_pages: int | None = None, *, num_host_pages: int = 0,
+        max_requests: int = DEFAULT_MAX_REQUESTS, max_batch_tokens: int | None = None, graphs: bool = True,
+        driver: Driver | None = None, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         self.program = artifact.program
         self.page_size = artifact.program.page_size
+        self.page_windows = artifact.program.page_windows
+        self.page_bytes = page_bytes(artifact.program)
         self.vocab_size = artifact.model.vocab_size
         self.graphs = graphs
         tokens = artifact.model.max_batch_tokens if max_batch_tokens is None else max_batch_tokens
@@ -82,11 +87,16 @@ class CudaRunner:
         )
         self._make_regions(tokens)
         self.num_pages = self._default_num_pages() if num_pages is None else num_pages
-        if self.num_pages < 2:
-            raise ExecutionError(
-                f"runner: expected at least 2 pages (one is the null page), got {self.num_pages}"
-            )
-        self._make_pages()
+        self.num_host_pages = num_host_pages
+        check_page_counts(self.num_pages, num_host_pages)
+        sizes = {buffer.name: num_bytes(buffer, ONE_PAGE) for buffer in self.program.of_kind("cache")}
+        self._pages = DevicePages(self._memory, self._stream, sizes, self.num_pages, num_host_pages)
+        self.addresses |= self._pages.addresses
+
+    def move_pages(self, moves: Sequence[Move]) -> None:
+        """Queue the moves behind all that was run, before all that will be. ExecutionError for one that cannot be."""
+        self._driver.activate()
+        self._pages.move(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
@@ -260,7 +270,7 @@ class CudaRunner:
     def _default_num_pages(self) -> int:
         """Pages for `max_requests` sequences of full length, or what a share of free memory holds if less."""
         free, _ = self._driver.memory()
-        size = max(page_bytes(self.program), 1)
+        size = max(self.page_bytes, 1)
         affordable = int(free * PAGE_MEMORY_SHARE) // size
         if affordable < 2:
             raise ExecutionError(
@@ -269,15 +279,6 @@ class CudaRunner:
                 "compile with a smaller max_batch_tokens"
             )
         return min(self.max_requests * self._max_pages + 1, affordable)
-
-    def _make_pages(self) -> None:
-        """Pages of zeros; the null page stays zero."""
-        dims = {name: 0 for name in DIMS} | {"num_pages": self.num_pages}
-        for buffer in self.program.of_kind("cache"):
-            size = num_bytes(buffer, dims)
-            self.addresses[buffer.name] = self._memory.allocate(size)
-            self._driver.fill(self.addresses[buffer.name], 0, size, self._stream)
-        self._driver.synchronize(self._stream)
 
 
 def _close(

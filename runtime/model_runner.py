@@ -3,7 +3,7 @@
 import ctypes
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from octavo.compiler.expression import evaluate
 from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
 from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program
 from octavo.runtime.batch import Batch
+from octavo.runtime.page_moves import HostPages, Move
 
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
@@ -25,6 +26,9 @@ SPINS = 1000
 # memory.
 DEFAULT_FULL_SEQUENCES = 8
 DEFAULT_MEMORY_SHARE = 0.25
+
+# Sizes at which a cache buffer is one page.
+ONE_PAGE = {name: 0 for name in DIMS} | {"num_pages": 1}
 
 
 class ModelRunner(Protocol):
@@ -36,6 +40,25 @@ class ModelRunner(Protocol):
     @property
     def page_size(self) -> int: ...
 
+    @property
+    def num_host_pages(self) -> int:
+        """Slots that pages move out to; 0: there is no host tier."""
+        ...
+
+    @property
+    def page_windows(self) -> tuple[int | None, ...]:
+        """Of each page group, how many tokens back its layers look; None: all."""
+        ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        ...
+
+    def move_pages(self, moves: Sequence[Move]) -> None:
+        """Make the moves, in order, before the next run reads or writes a page. ExecutionError for a bad one."""
+        ...
+
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab) of the wanted rows, valid until the next run; fills the batch's slots."""
         ...
@@ -44,23 +67,29 @@ class ModelRunner(Protocol):
 class NativeRunner:
     """A cpu artifact's program on this machine's cores.
 
-    num_pages    KV pages with the null page; None: see `default_num_pages`
-    num_threads  None: every usable core
-    origin       where the code came from: "artifact", or why it was built again
+    num_pages       KV pages with the null page; None: see `default_num_pages`
+    num_threads     None: every usable core
+    num_host_pages  slots that pages move out to, in the same memory
+    origin          where the code came from: "artifact", or why it was built again
     """
 
     def __init__(
-        self, artifact: Artifact, num_pages: int | None = None, num_threads: int | None = None
+        self,
+        artifact: Artifact,
+        num_pages: int | None = None,
+        num_threads: int | None = None,
+        num_host_pages: int = 0,
     ) -> None:
         self.program = artifact.program
         self.page_size = artifact.program.page_size
+        self.page_windows = artifact.program.page_windows
+        self.page_bytes = page_bytes(artifact.program)
         self.num_pages = default_num_pages(artifact) if num_pages is None else num_pages
         self.num_threads = usable_cores() if num_threads is None else num_threads
-        if self.num_pages < 2 or self.num_threads < 1:
-            raise ExecutionError(
-                f"runner: expected at least 2 pages (one is the null page) and 1 thread, "
-                f"got {self.num_pages} and {self.num_threads}"
-            )
+        self.num_host_pages = num_host_pages
+        check_page_counts(self.num_pages, num_host_pages)
+        if self.num_threads < 1:
+            raise ExecutionError(f"runner: expected at least 1 thread, got {self.num_threads}")
         self.vocab_size = artifact.model.vocab_size
         library, self.origin = load_library(artifact)
         self._step = library.octavo_step
@@ -74,6 +103,10 @@ class NativeRunner:
         self._pointers = np.zeros(len(buffers) + 1, np.uintp)
         for name, array in self._memory.items():
             self._pointers[self._place[name]] = array.ctypes.data
+        pages = [
+            self._memory[buffer.name].reshape(self.num_pages, -1) for buffer in self.program.of_kind("cache")
+        ]
+        self._pages = HostPages(pages, num_host_pages)
         self._logits = aligned_zeros(ALIGNMENT)
         self._workspace = aligned_zeros(ALIGNMENT)
 
@@ -87,6 +120,10 @@ class NativeRunner:
             elif buffer.kind == "cache":
                 memory[buffer.name] = aligned_zeros(num_bytes(buffer, dims))
         return memory
+
+    def move_pages(self, moves: Sequence[Move]) -> None:
+        """Make the moves, in order. ExecutionError for one that cannot be, and then none is made."""
+        self._pages.move(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
@@ -191,8 +228,15 @@ def default_num_pages(artifact: Artifact) -> int:
 
 def page_bytes(program: Program) -> int:
     """Bytes of one page in all layers."""
-    dims = {name: 0 for name in DIMS} | {"num_pages": 1}
-    return sum(num_bytes(buffer, dims) for buffer in program.of_kind("cache"))
+    return sum(num_bytes(buffer, ONE_PAGE) for buffer in program.of_kind("cache"))
+
+
+def check_page_counts(num_pages: int, num_host_pages: int) -> None:
+    if num_pages < 2 or num_host_pages < 0:
+        raise ExecutionError(
+            "runner: expected at least 2 pages (one is the null page) and 0 or more host slots, "
+            f"got {num_pages} and {num_host_pages}"
+        )
 
 
 def num_bytes(buffer: Buffer, dims: Mapping[str, int]) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import ModelInfo
 from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
+from octavo.runtime.page_moves import HostPages, Move
 
 VOCAB_SIZE = 50
 
@@ -27,13 +28,20 @@ class FakeRunner:
     Unwritten and freed slots hold garbage, so a wrong page, slot, position or length changes the logits.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.num_host_pages = num_host_pages
+        self.page_windows: tuple[int | None, ...] = (None,)
+        self.page_bytes = page_size * 16
         self.cache = np.full((num_pages * page_size, 2), -77, np.int64)
+        self._pages = HostPages([self.cache.reshape(num_pages, -1)], num_host_pages)
         self.batches: list[dict[str, int]] = []
         self.fail_with: BaseException | None = None
         self.poison: dict[int, float] = {}  # last token of a history -> value written into its logits
+
+    def move_pages(self, moves: Sequence[Move]) -> None:
+        self._pages.move(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         if self.fail_with is not None:

@@ -19,7 +19,7 @@ from octavo.codegen.kernel import Kernel as Built
 from octavo.codegen.linear_triton import Product, linear_tma_spec
 from octavo.compiler.errors import ExecutionError, MissingDependencyError
 from octavo.compiler.target import load_target
-from octavo.runtime.cuda import Driver, Launch, TensorMap
+from octavo.runtime.cuda import Driver, Launch, Pieces, TensorMap
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 
@@ -142,6 +142,22 @@ def test_memory_goes_there_and_back(driver: CudaDriver) -> None:
     assert driver.memory() == (2**29, 2**30)
 
 
+def test_pieces_far_apart_come_to_pieces_side_by_side(driver: CudaDriver) -> None:
+    """And back, to other places."""
+    far, near = 5 * 12, 12
+    address, host = driver.allocate(3 * far), driver.allocate_host(3 * near)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (3 * far)).from_address(address))
+    memory[:] = np.arange(3 * far)
+    driver.copy(Pieces(host.ctypes.data, near), Pieces(address + 2 * 12, far), 12, 3, STREAM)
+    whole = np.arange(3 * far, dtype=np.uint8).reshape(3, 5, 12)
+    assert np.array_equal(host.reshape(3, 12), whole[:, 2])
+    driver.copy(Pieces(address + 4 * 12, far), Pieces(host.ctypes.data, near), 12, 3, STREAM)
+    whole[:, 4] = whole[:, 2]
+    assert np.array_equal(memory, whole.reshape(-1))
+    driver.free_host(host)
+    driver.free(address)
+
+
 def test_streams_events_and_graphs(driver: CudaDriver, stub: Stub) -> None:
     stream, start, end = driver.create_stream(), driver.create_event(), driver.create_event()
     function = driver.load_function(b"\x7fELF", "kernel", 1000)
@@ -192,7 +208,7 @@ def test_a_failure_names_the_call_and_the_remedy(driver: CudaDriver, stub: Stub)
         driver.allocate(16)
     assert str(raised.value) == (
         "cuMemAlloc_v2: expected CUDA_SUCCESS, got CUDA_ERROR_OUT_OF_MEMORY (2: out of memory); "
-        "free device memory, or ask for fewer pages (num_pages)"
+        "free device memory, or ask for fewer pages (num_pages, num_host_pages)"
     )
     stub.number("stub_fail_code").value = 12345
     with pytest.raises(ExecutionError, match=r"cuMemAlloc_v2: .*unknown \(12345: unknown\); see the log"):
@@ -202,6 +218,7 @@ def test_a_failure_names_the_call_and_the_remedy(driver: CudaDriver, stub: Stub)
 
 EVERY_CALL: list[Callable[[CudaDriver], object]] = [
     lambda d: d.load_function(b"\x7fELF", "kernel", 50_000), lambda d: d.allocate_host(8), lambda d: d.memory(),
+    lambda d: d.copy(Pieces(16, 1), Pieces(16, 1), 1, 0, STREAM),
     lambda d: d.create_stream(), lambda d: d.create_event(), lambda d: d.synchronize(STREAM),
     lambda d: d.launch_graph(0x70, STREAM), lambda d: d.begin_capture(STREAM), lambda d: d.end_capture(STREAM),
     lambda d: d.encode_tensor_map(TensorMap(16, 0, (1,), (), (1,), 0)), lambda d: d.activate(),

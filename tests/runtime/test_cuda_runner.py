@@ -24,6 +24,7 @@ from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_runner import CudaRunner, buckets
 from octavo.runtime.engine import Engine
 from octavo.runtime.open_runner import open_runner
+from octavo.runtime.page_moves import Move
 from octavo.runtime.sampling_params import SamplingParams
 
 VOCAB, PAGE_SIZE = 13, 4
@@ -229,6 +230,34 @@ def test_default_pages_fit_into_free_memory(artifact: Artifact) -> None:
         ExecutionError, match=r"room for 2 pages of 16 bytes in 90% of 32 free bytes of NVIDIA"
     ):
         CudaRunner(artifact, max_requests=4, driver=none)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_pages_move_between_steps_on_the_stream_of_the_steps(artifact: Artifact, graphs: bool) -> None:
+    """Out of page 1, which another takes at once, and in again elsewhere: the request goes on as if nothing were."""
+    driver = SumsDriver()
+    runner = CudaRunner(artifact, 10, max_requests=4, num_host_pages=1, graphs=graphs, driver=driver)
+    assert (runner.num_host_pages, runner.page_windows, runner.page_bytes) == (1, (None,), 16)
+
+    def run(token: int, position: int, page: int) -> NDArray[np.float32]:
+        batch = Batch(
+            input_ids=np.array([token]), positions=np.array([position]),
+            slot_mapping=np.array([page * PAGE_SIZE + position]), page_table=np.array([[page]], np.int32),
+            seq_lens=np.array([position + 1], np.int32), cu_seqlens_q=np.array([0, 1], np.int32),
+            logit_rows=np.array([0], np.int64), requests=(),
+        )  # fmt: skip
+        return runner.run(batch).copy()
+
+    run(4, 0, 1), run(5, 1, 1)
+    expected = run(6, 2, 1)
+    runner.move_pages([Move("out", 1, 0), Move("copy", 3, 1)])
+    run(9, 0, 1)
+    runner.move_pages([Move("in", 0, 7)])
+    assert np.array_equal(run(6, 2, 7), expected)
+    assert len({stream for _, stream in driver.queued}) == 1
+    launch = "launch_graph" if graphs else "launch"
+    names = [name for name, _ in driver.queued if name in ("copy", launch)]
+    assert names[-5:] == ["copy", "copy", launch, "copy", launch]
 
 
 def test_all_memory_is_given_back(artifact: Artifact) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from passed_on import PassedOn
 
 from octavo.compiler.api import compile
 from octavo.compiler.artifact import Artifact
@@ -18,8 +19,11 @@ from octavo.compiler.errors import ExecutionError, MissingDependencyError
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import TensorMap
 from octavo.runtime.cuda_driver import CudaDriver
+from octavo.runtime.cuda_memory import DeviceMemory
+from octavo.runtime.cuda_pages import DevicePages
 from octavo.runtime.cuda_runner import CudaRunner
 from octavo.runtime.engine import Engine
+from octavo.runtime.page_moves import Move
 from octavo.runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -62,15 +66,15 @@ def artifact(driver: CudaDriver, model: Any, tmp_path_factory: pytest.TempPathFa
     ).artifact
 
 
-class Recorder:
+class Recorder(PassedOn):
     """A runner that keeps copies of all logits."""
 
     def __init__(self, runner: CudaRunner) -> None:
-        self.runner, self.num_pages, self.page_size = runner, runner.num_pages, runner.page_size
+        super().__init__(runner)
         self.logits: list[NDArray[np.float32]] = []
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        self.logits.append(self.runner.run(batch).copy())
+        self.logits.append(self.inner.run(batch).copy())
         return self.logits[-1]
 
 
@@ -88,6 +92,36 @@ def test_memory_goes_there_and_back(driver: CudaDriver) -> None:
     assert np.array_equal(source, target)
     driver.free_host(source)
     driver.free(address)
+    driver.free_stream(stream)
+
+
+@pytest.mark.parametrize("num_pages", [5, 2**19])
+def test_pages_move_in_order(driver: CudaDriver, num_pages: int) -> None:
+    """Also where layers lie further apart than the longest distance of rows, 2 GiB."""
+    sizes, stream, memory = (
+        {"k": 8192, "v": 8192, "scales": 1024},
+        driver.create_stream(),
+        DeviceMemory(driver),
+    )
+    pages = DevicePages(memory, stream, sizes, num_pages, 2)
+    held = {
+        name: np.arange(num_pages - 4, num_pages).repeat(size).reshape(4, size)
+        for name, size in sizes.items()
+    }
+    for name, content in held.items():
+        start = pages.addresses[name] + (num_pages - 4) * sizes[name]
+        driver.upload(start, content.astype(np.uint8), stream)
+        driver.synchronize(stream)
+    a, b, c, d = range(num_pages - 4, num_pages)
+    pages.move(
+        [Move("out", a, 1), Move("copy", b, a), Move("copy", a, c), Move("out", d, 0), Move("in", 1, d)]
+    )
+    for name, content in held.items():
+        found = np.zeros(content.shape, np.uint8)
+        driver.download(found, pages.addresses[name] + a * sizes[name], stream)
+        driver.synchronize(stream)
+        assert np.array_equal(found, content.astype(np.uint8)[[1, 1, 1, 0]])
+    memory.release()
     driver.free_stream(stream)
 
 

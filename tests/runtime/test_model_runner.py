@@ -245,7 +245,7 @@ def test_workspace_and_logits_grow_with_the_step(save: Save) -> None:
 
 @pytest.mark.parametrize(("num_pages", "num_threads"), [(1, 1), (0, 1), (10, 0)])
 def test_too_few_pages_or_threads_are_refused(save: Save, num_pages: int, num_threads: int) -> None:
-    with pytest.raises(ExecutionError, match="expected at least 2 pages"):
+    with pytest.raises(ExecutionError, match=r"expected at least (2 pages|1 thread)"):
         NativeRunner(save(), num_pages, num_threads)
 
 

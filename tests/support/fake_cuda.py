@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
-from octavo.runtime.cuda import TENSOR_MAP_BYTES, Device, Launch, TensorMap
+from octavo.runtime.cuda import TENSOR_MAP_BYTES, Device, Launch, Pieces, TensorMap
+from octavo.runtime.cuda_runner import CudaRunner
+from octavo.runtime.model_runner import ONE_PAGE, num_bytes
 
 B200 = Device(
     ordinal=0, name="NVIDIA B200", arch=100, sm_count=148, memory_bytes=2**28, l2_bytes=2**27,
@@ -33,10 +35,20 @@ class Launched:
     parameters: tuple[bytes, ...]
 
 
+def caches_of(runner: CudaRunner, driver: "RecordingDriver") -> dict[str, NDArray[np.uint8]]:
+    """Each cache buffer as (pages, bytes)."""
+    sizes = {buffer.name: num_bytes(buffer, ONE_PAGE) for buffer in runner.program.of_kind("cache")}
+    return {
+        name: driver.at(runner.addresses[name], runner.num_pages * size).reshape(runner.num_pages, size)
+        for name, size in sizes.items()
+    }
+
+
 class RecordingDriver:
     """Implements Driver. Work is done at once, or noted while a graph is captured and done when it is launched.
 
     launches  every kernel that ran, those of graphs at each of their launches
+    queued    (call, stream) of all that was put on a stream, in order
     fail      set to an error, the next launch raises it
     """
 
@@ -47,6 +59,7 @@ class RecordingDriver:
         self.functions: list[tuple[str, bytes, int]] = []
         self.maps: list[TensorMap] = []
         self.launches: list[Launched] = []
+        self.queued: list[tuple[str, int]] = []
         self.graphs: dict[int, list[Callable[[], None]]] = {}
         self.num_graph_launches = 0
         self.uploads = self.waits = 0
@@ -101,13 +114,35 @@ class RecordingDriver:
 
     def upload(self, address: int, source: NDArray[Any], stream: int) -> None:
         self.uploads += 1
+        self.queued.append(("upload", stream))
         self._do(lambda: self._write(address, source.reshape(-1).view(np.uint8)))
 
     def download(self, target: NDArray[Any], address: int, stream: int) -> None:
+        self.queued.append(("download", stream))
+
         def copy() -> None:
             target.reshape(-1).view(np.uint8)[:] = self.at(address, target.nbytes)
 
         self._do(copy)
+
+    def copy(self, target: Pieces, source: Pieces, piece_bytes: int, count: int, stream: int) -> None:
+        assert target.stride % piece_bytes == source.stride % piece_bytes == 0, "no driver copies that"
+        self.queued.append(("copy", stream))
+
+        def copy() -> None:
+            for i in range(count):
+                content = self._anywhere(source.address + i * source.stride, piece_bytes)
+                self._anywhere(target.address + i * target.stride, piece_bytes)[:] = content
+
+        self._do(copy)
+
+    def _anywhere(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Device memory or page-locked host memory."""
+        for array in self.pinned:
+            start = address - array.ctypes.data
+            if 0 <= start and start + num_bytes <= array.nbytes:
+                return array[start : start + num_bytes]
+        return self.at(address, num_bytes)
 
     def fill(self, address: int, byte: int, num_bytes: int, stream: int) -> None:
         self._do(lambda: self._write(address, np.full(num_bytes, byte, np.uint8)))
@@ -157,6 +192,7 @@ class RecordingDriver:
         if self.fail is not None:
             error, self.fail = self.fail, None
             raise error
+        self.queued.append(("launch", stream))
         self._do(lambda: self._run(prepared))
 
     def _run(self, launched: Launched) -> None:
@@ -179,6 +215,7 @@ class RecordingDriver:
     def launch_graph(self, graph: int, stream: int) -> None:
         self._forbid_in_capture("launch_graph")
         self.num_graph_launches += 1
+        self.queued.append(("launch_graph", stream))
         for work in self.graphs[graph]:
             work()
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import B200, H100, Launched
+from fake_cuda import B200, H100, Launched, caches_of
 from interpreted_cuda import MAPPED, InterpretingDriver
 from numpy.typing import NDArray
+from passed_on import PassedOn
 from stages import copied
 from tiny_llama import of_config
 from torch import Tensor, fx
@@ -154,18 +155,17 @@ class Step:
     made: dict[str, list[Tensor]]
 
 
-class Served:
+class Served(PassedOn):
     """A runner of an artifact whose pages hold nan, with all that its steps made."""
-
-    num_pages, page_size = NUM_PAGES, PAGE_SIZE
 
     def __init__(self, artifact: Artifact, graph_module: GraphModule, graphs: bool = False) -> None:
         self.graph_module = graph_module
         self.driver = RecordingInterpreter(artifact, DEVICES[artifact.manifest["target"]])
         self.runner = CudaRunner(artifact, NUM_PAGES, max_requests=4, graphs=graphs, driver=self.driver)
+        super().__init__(self.runner)
         self.driver.workspace = self.runner._workspace.address
-        for buffer in self.runner.program.of_kind("cache"):
-            self.driver.at(self.runner.addresses[buffer.name]).reshape(NUM_PAGES, -1)[1:] = 0xFF
+        for cache in caches_of(self.runner, self.driver).values():
+            cache[1:] = 0xFF
         self.model = artifact.model
         self.steps: list[Step] = []
 

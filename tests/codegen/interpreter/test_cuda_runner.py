@@ -1,15 +1,16 @@
 """A model compiled for a B200 and served by CudaRunner: its own kernels, over memory that holds nan where it may."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_cuda import POISON
+from fake_cuda import POISON, caches_of
 from interpreted_cuda import InterpretingDriver
 from numpy.typing import NDArray
+from passed_on import PassedOn
 from tiny_llama import of_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,15 +54,13 @@ def artifact(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) 
         ).artifact
 
 
-@dataclass
-class Served:
+class Served(PassedOn):
     """A runner whose pages hold nan, and what it computed: logits of each step."""
 
-    runner: CudaRunner
-    driver: InterpretingDriver
-    logits: list[NDArray[np.float32]] = field(default_factory=list)
-    num_pages: int = NUM_PAGES
-    page_size: int = PAGE_SIZE
+    def __init__(self, runner: CudaRunner, driver: InterpretingDriver) -> None:
+        super().__init__(runner)
+        self.runner, self.driver = runner, driver
+        self.logits: list[NDArray[np.float32]] = []
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.logits.append(self.runner.run(batch).copy())
@@ -69,8 +68,7 @@ class Served:
 
     def caches(self) -> list[NDArray[np.uint8]]:
         """(pages, bytes) of each cache."""
-        buffers = self.runner.program.of_kind("cache")
-        return [self.driver.at(self.runner.addresses[b.name]).reshape(NUM_PAGES, -1) for b in buffers]
+        return list(caches_of(self.runner, self.driver).values())
 
 
 def serve(artifact: Artifact, **options: bool | int) -> Served:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import POISON
+from fake_cuda import POISON, caches_of
 from interpreted_cuda import InterpretingDriver
 from paged_model import paged_artifact
 
@@ -54,10 +54,7 @@ def test_logits_and_pages_are_the_eager_references(artifact: Artifact) -> None:
         CudaRunner(artifact, NUM_PAGES, driver=driver, max_requests=2),
         EagerRunner(artifact, NUM_PAGES),
     )
-    caches = {
-        b.name: driver.at(runner.addresses[b.name]).reshape(NUM_PAGES, -1)
-        for b in artifact.program.of_kind("cache")
-    }
+    caches = caches_of(runner, driver)
     for cache in caches.values():
         cache[1:] = POISON
     for starts, ends in (((0, 0), LENGTHS), (LENGTHS, [n + 1 for n in LENGTHS])):
