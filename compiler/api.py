@@ -19,6 +19,8 @@ from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
 from octavo.compiler.calibration_data import Calibration, calibration_sequences
 from octavo.compiler.capture import capture
+from octavo.compiler.checkpoints.checkpoint import Checkpoint
+from octavo.compiler.checkpoints.quantize_given import REST, quantize_given
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump import print_graph
@@ -58,7 +60,7 @@ def compile(
     dtype: DType | None = None, page_size: int | None = None, max_model_len: int | None = None,
     max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
-    quantize: Mode | QuantConfig | None = None, calibration: Calibration | None = None,
+    quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -68,13 +70,16 @@ def compile(
     tokenizer  a Hugging Face tokenizer to pack with it, so that prompts may be text
     dump_weights  write the weights beside the graphs of `dump`, so that `octavo.resume` can go on from any
     progress   show bars on standard error; None: when that is a terminal
-    quantize   "nvfp4", "nvfp4_weight_only", "fp8", "auto", or a QuantConfig, which says what each means
+    quantize   "nvfp4", "nvfp4_weight_only", "fp8", "auto", or a QuantConfig, which says what each means; or the
+               checkpoint of a model of `octavo.load_model`, whose codes and scales are then kept as they are
     calibration  text like that which will be served, or its token ids; one or several. None: a text that comes with
-               Octavo, for which there must be a tokenizer. Some thousand tokens are enough
+               Octavo, for which there must be a tokenizer. Some thousand tokens are enough. Beside a checkpoint only
+               what quantisation moves is measured on it
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
     """
     chosen = resolve_target(target)
+    checkpoint = quantize if isinstance(quantize, Checkpoint) else None
     options = CompileOptions(
         target=chosen.name,
         dtype=dtype or (None if chosen.family == "cpp" else "bf16"),
@@ -83,11 +88,14 @@ def compile(
         max_batch_tokens=max_batch_tokens,
         verify=verify,
         dump=None if dump is None else Path(dump),
-        quantize=quant_config(quantize),
+        quantize=REST if isinstance(quantize, Checkpoint) else quant_config(quantize),
+        checkpoint=None if checkpoint is None else checkpoint.name,
     )
     check_options(options)
-    if options.quantize is not None:
-        check_target(options.quantize, chosen)
+    if checkpoint is not None:
+        check_formats(checkpoint, chosen)
+    elif options.quantize is not None:
+        check_target(options.quantize.mode, chosen)
     if output is not None:
         check_replaceable(output)  # now, not after a minute of work
     if not has_values(model):
@@ -102,7 +110,10 @@ def compile(
         captured = capture(source)
         settings = settings_of(captured, options, chosen.page_size)
         sequences = sequences_of(options.quantize, calibration, tokenizer, settings.max_model_len)
-        job = Job(chosen, options, settings, captured.model_info, captured.route, sequences=sequences)
+        job = Job(
+            chosen, options, settings, captured.model_info, captured.route, sequences=sequences,
+            given=None if checkpoint is None else (checkpoint, weights_dtype(model)),
+        )  # fmt: skip
         dumps = DumpWriter(dump_directory(options, os.environ.get("OCTAVO_DUMP")), dump_weights, job.facts())
         dumps.write_files({**tokenizer_files, **calibration_file(sequences)})
         lowered = lower(captured, options, settings, pipeline, bars("passes"), dumps)
@@ -119,6 +130,7 @@ class Job:
     sequences   of calibration tokens, where there are some
     plan, steps_done  of a graph that was dumped between the steps that quantise: their plan, and how many were done of
                 these and the pipeline's
+    given       the checkpoint whose products are kept, and the dtype that its weights were decoded to
     """
 
     target: Target
@@ -130,6 +142,7 @@ class Job:
     sequences: Sequence[Sequence[int]] | None = None
     plan: PrecisionPlan | None = None
     steps_done: int = 0
+    given: tuple[Checkpoint, torch.dtype] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What `summary.json` says of it, from which `octavo.resume` goes on."""
@@ -176,7 +189,11 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars) -> Job
     prove = None if job.options.verify == "off" else prove_quantized
     try:
         rest = (job.sequences, job.settings.page_size, layout, bars, prove, dumps)
-        if job.plan is None:
+        if job.given is not None:
+            reports, provenance, lowered.precision = quantize_given(
+                lowered.graph_module, job.given[0], job.given[1], *rest
+            )
+        elif job.plan is None:
             reports, provenance, lowered.precision = quantize_model(lowered.graph_module, config, *rest)
         else:
             done = job.steps_done - len(PIPELINE)
@@ -229,6 +246,17 @@ def check_options(options: CompileOptions) -> None:
         raise OptionError(f"verify: expected off, sites or full, got {options.verify!r}")
     if options.dtype not in (None, "fp32", "bf16"):
         raise OptionError(f"dtype: expected fp32 or bf16, got {options.dtype!r}")
+
+
+def check_formats(checkpoint: Checkpoint, target: Target) -> None:
+    """Raises OptionError for the first module in a format that the target's tensor cores cannot serve."""
+    for module, group in checkpoint.groups.items():
+        check_target(group.format, target, f"{checkpoint.name}: {module}")
+
+
+def weights_dtype(model: nn.Module) -> torch.dtype:
+    """Of the model's matrices."""
+    return next(p.dtype for p in model.parameters() if p.dim() >= 2 and p.is_floating_point())
 
 
 def with_dtype(model: nn.Module, dtype: str | None) -> nn.Module:

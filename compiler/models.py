@@ -3,7 +3,6 @@
 import importlib.util
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 class LoadedModel:
     """A model and, where its files hold them, its tokenizer and its quantised weights.
 
-    checkpoint  whose decoded values the model holds; checkpoints/given.py makes products of its bytes
+    checkpoint  whose decoded values the model holds; octavo.compile(model, quantize=checkpoint) keeps its bytes
     """
 
     model: nn.Module
@@ -104,10 +103,6 @@ def _from_directory(path: Path) -> LoadedModel:
         if is_quantized(path):
             checkpoint = Checkpoint(path)
             model = _decoded_model(library, checkpoint)
-            warnings.warn(
-                f"{path}: its quantised weights are decoded, and products multiply the plain values",
-                stacklevel=2,
-            )
         else:
             model = library.AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True)
         if has_tokenizer:

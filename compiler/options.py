@@ -56,6 +56,7 @@ class CompileOptions:
     verify          "sites": every rewrite site is proven; "full": whole-model logits too; "off": neither
     dump            directory for the numbered graph dumps, or None
     quantize        what is quantised, or None
+    checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
     """
 
     target: str = "cpu"
@@ -66,3 +67,4 @@ class CompileOptions:
     verify: Verify = "full"
     dump: Path | None = None
     quantize: QuantConfig | None = None
+    checkpoint: str | None = None

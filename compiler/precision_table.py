@@ -23,6 +23,9 @@ def precision_tables(precision: Row) -> list[RenderableType]:
     if quantised:
         parts.append(_pages(quantised))
     parts.append(Text(summary_line(precision)))
+    if "checkpoint" in precision:
+        notes = ("formats, codes and scales are those of its files", *precision["notes"])
+        parts += [Text(f"from checkpoint {precision['checkpoint']}: {note}") for note in notes]
     return parts
 
 

@@ -47,7 +47,7 @@ def quantize_model(
             graph_module, config, observed, quantizer, sequences, page_size, bars("measure")
         )
     choices = None if chosen is None else chosen.choices
-    assign_precision(graph_module, config, observed, plan, choices)
+    assign_precision(graph_module, config, observed, plan, choices, layout)
     rows = None if chosen is None else chosen.rows
     precision = PrecisionReport(graph_module, observed, plan, quantizer, sequences, page_size, rows)
     settings = QuantSettings(

@@ -46,7 +46,7 @@ class QuantSettings:
 
 PRECISION = "precision.json"  # beside the graphs of a dump: the plan
 QUANTIZE: tuple[Step, ...] = (
-    Step(assign_precision, "quantized", ("config", "observed", "plan", "choices")),
+    Step(assign_precision, "quantized", ("config", "observed", "plan", "choices", "layout")),
     # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
     Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
     Step(quantize_moe, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),

@@ -28,6 +28,7 @@ from octavo.compiler.precision import PrecisionPlan, plan_from_json
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quantizing import PRECISION, QUANTIZE
 from octavo.compiler.target import Target, load_target
+from octavo.compiler.target_formats import check_target
 from octavo.compiler.type_rules import check_types
 
 _FILE = re.compile(r"(?P<step>(?P<index>\d\d)_(?P<name>\w+))(?P<note>\.[\w.-]+)?\.py")
@@ -129,11 +130,16 @@ class _Source:
             globs = {name: tuple(given["quantize"][name]) for name in ("keep", "include")}
             wanted["quantize"] = QuantConfig(**{**given["quantize"], **globs})
         options = CompileOptions(**{**given, **wanted})
+        if options.checkpoint is not None:
+            raise OptionError(
+                f"from: {self.path} is of a model whose products are those of the checkpoint {options.checkpoint}, "
+                "which a dump does not hold; compile it again from the checkpoint"
+            )
         digest = hashlib.sha256(self.text.encode()).hexdigest()
         entries = (facts["start"], *facts["steps"])
         is_edited = digest != next(e["sha256"] for e in entries if e["file"] == f"{self.step}.py")
         return Job(
-            self.target_of(options.target), options, Settings(**facts["settings"]), facts["model"],
+            self.target_of(options), options, Settings(**facts["settings"]), facts["model"],
             facts["capture_route"], {"resumed_from": self.path.name, "edited": is_edited}, self.calibration(),
             self.plan(), self.index,
         )  # fmt: skip
@@ -147,14 +153,16 @@ class _Source:
             raise OptionError(f"from: expected {path}, the plan of a quantised graph, got no such file")
         return plan_from_json(path.read_text(encoding="utf-8"), str(path))
 
-    def target_of(self, name: str) -> Target:
-        """The target, which must lay out block scales as that of the dump where these are made already."""
-        target, before = load_target(name), load_target(self.summary["target"])
+    def target_of(self, options: CompileOptions) -> Target:
+        """The target, which must serve what is quantised, and lay out block scales that are made already alike."""
+        target, before = load_target(options.target), load_target(self.summary["target"])
         if self.index > len(PIPELINE) and target.family != before.family:
             raise OptionError(
-                f"from: {self.path} holds block scales as {before.name} reads them, got target {name}; go on from a "
-                f"graph before {QUANTIZE[1].name}"
+                f"from: {self.path} holds block scales as {before.name} reads them, got target {target.name}; go on from "
+                f"a graph before {QUANTIZE[1].name}"
             )
+        if options.quantize is not None:
+            check_target(options.quantize.mode, target)
         return target
 
     def tokenizer_files(self) -> dict[str, bytes]:

@@ -1,7 +1,6 @@
 """Which modes of quantisation a target has kernels for: known before anything is captured or calibrated."""
 
 from octavo.compiler.errors import OptionError
-from octavo.compiler.options import QuantConfig
 from octavo.compiler.target import Target
 
 # Modes that multiply codes of a format with each other -> the rate of the target that says it can.
@@ -9,14 +8,18 @@ _RATES = {"nvfp4": "nvfp4", "auto": "nvfp4", "fp8": "fp8"}
 _MODES = ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto")
 
 
-def check_target(config: QuantConfig, target: Target) -> None:
-    """Raises OptionError for a mode that the target's tensor cores cannot serve, naming those that they can."""
-    if not _is_served(config.mode, target):
+def check_target(mode: str, target: Target, whose: str = "quantize") -> None:
+    """Raises OptionError for a mode that the target's tensor cores cannot serve, naming those that they can.
+
+    mode   of QuantConfig, or the format of a product
+    whose  what asks for it
+    """
+    if not _is_served(mode, target):
         served = ", ".join(mode for mode in _MODES if _is_served(mode, target))
         raise OptionError(
-            f"quantize: expected a mode that {target.name} has kernels for ({served}), got {config.mode!r}: sm_"
-            f"{target.arch} has no {_RATES[config.mode].upper()} tensor core, so activations cannot be "
-            f"{_RATES[config.mode].upper()}"
+            f"{whose}: expected a mode that {target.name} has kernels for ({served}), got {mode!r}: sm_"
+            f"{target.arch} has no {_RATES[mode].upper()} tensor core, so activations cannot be "
+            f"{_RATES[mode].upper()}"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from octavo.compiler.errors import OptionError
-from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
+from octavo.compiler.nvfp4 import BLOCK_ELEMENTS, TILE_BLOCKS
 from octavo.compiler.observed import Observed
 from octavo.compiler.ops.quantize import LIMITS
 from octavo.compiler.options import QuantConfig
@@ -26,6 +26,9 @@ from octavo.compiler.precision import (
 from octavo.passes.products import PAGES, Pages, Product, find_pages, find_products, matches
 from octavo.passes.rule import PassReport
 
+# Elements of a row, in the layout of tensor cores, whose scales lie in one word.
+READ_TOGETHER = TILE_BLOCKS * BLOCK_ELEMENTS
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -37,10 +40,11 @@ class Choice:
 
 def assign_precision(
     graph_module: GraphModule, config: QuantConfig, observed: Observed | None, plan: PrecisionPlan,
-    choices: Mapping[str, Choice] | None = None,
+    choices: Mapping[str, Choice] | None = None, layout: str = "linear",
 ) -> PassReport:  # fmt: skip
     """Fill `plan`, of products that it has no entry for yet.
 
+    layout   of block scales, as the target's kernels read them
     choices  mode "auto": of every product that may be quantised (quantisable), by the name of its weight
     Raises OptionError for a glob that names nothing, a product asked for that its format cannot hold, and where
     calibration did not see what is needed.
@@ -50,7 +54,7 @@ def assign_precision(
     _check_globs(config, products, pages)
     for product in products:
         if product.name not in plan.products:
-            plan.products[product.name] = _precision(product, config, observed, choices)
+            plan.products[product.name] = _precision(product, config, observed, choices, layout)
         precision = plan.products[product.name]
         if precision.format == "bf16":
             report.reject(product.nodes[0], precision.reason)
@@ -98,17 +102,24 @@ def _why_kept(product: Product, config: QuantConfig) -> str:
     return product.high if product.high and not matches(product.modules, config.include) else ""
 
 
-def holds(product: Product, format: Format) -> str:
-    """Why a format cannot hold the product's weights, or ""."""
+def holds(product: Product, format: Format, layout: str = "linear") -> str:
+    """Why a format cannot hold the product's weights, or "". layout: of block scales, as kernels read them."""
     if format not in ("nvfp4", "nvfp4_weight_only"):
         return ""
-    odd = [length for length in product.lengths if length % BLOCK_ELEMENTS]
-    return f"rows of {odd[0]} elements are not whole blocks of {BLOCK_ELEMENTS}" if odd else ""
+    for length in product.lengths:
+        if length % BLOCK_ELEMENTS:
+            return f"rows of {length} elements are not whole blocks of {BLOCK_ELEMENTS}"
+        # Experts whose inputs are not quantised are decoded as they are read, block by block.
+        is_decoded = product.kind == "moe" and format == "nvfp4_weight_only"
+        if layout != "linear" and not is_decoded and length % READ_TOGETHER:
+            why = "whose scales GPU kernels read together"
+            return f"rows of {length} elements are no multiple of {READ_TOGETHER}, {why}"
+    return ""
 
 
 def _precision(
-    product: Product, config: QuantConfig, observed: Observed | None, choices: Mapping[str, Choice] | None
-) -> ProductPrecision:
+    product: Product, config: QuantConfig, observed: Observed | None, choices: Mapping[str, Choice] | None, layout: str
+) -> ProductPrecision:  # fmt: skip
     reason = _why_kept(product, config)
     if reason:
         return ProductPrecision("bf16", reason=reason)
@@ -118,7 +129,7 @@ def _precision(
             raise OptionError(f"auto: expected a choice for {product.name}, got none; measure it first")
     else:
         choice = Choice(config.mode, "stays as it is" if config.mode == "bf16" else f"mode {config.mode}")
-    refusal = holds(product, choice.format)
+    refusal = holds(product, choice.format, layout)
     if refusal and matches(product.modules, config.include):
         raise OptionError(f"include: {product.name} cannot be {choice.format}: {refusal}")
     if refusal:

@@ -99,8 +99,8 @@ class _Experts:
             quantized.outer.float().expand(count) if quantized.outer.dim() == 0 else quantized.outer.float()
         )
         alpha = outer.reshape(count, -1)
-        if product == "gate_up" and alpha.shape[1] == 1:
-            alpha = alpha.repeat(1, 2)
+        if product == "gate_up":
+            alpha = _by_half(alpha)
         scale = self._input_scale(product, name, count)
         other = str(scale.target) if scale is not None else ""
         if scale is not None:
@@ -137,6 +137,15 @@ class _Experts:
         if self.layout == "linear":
             return scales
         return torch.stack([swizzle(one).view(torch.uint8) for one in scales]).view(scales.dtype)
+
+
+def _by_half(alpha: Tensor) -> Tensor:
+    """Of gates and of ups one each, (E, 2), where their rows (E, N) share it, or both do (E, 1)."""
+    if alpha.shape[1] == 1:
+        return alpha.repeat(1, 2)
+    halves = alpha.unflatten(1, (2, -1))
+    first: Tensor = halves[..., 0]
+    return first if bool((halves == halves[..., :1]).all()) else alpha
 
 
 def _rewrite(graph_module: GraphModule, node: Node, precision: ProductPrecision, weights: _Experts) -> Site:

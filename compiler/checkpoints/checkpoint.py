@@ -1,6 +1,7 @@
 """A quantised checkpoint as a whole: which weights its files hold in which format, each checked when it is read."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from octavo.compiler.options import PageFormat
 
 MODELOPT_CONFIG = "hf_quant_config.json"
 PAGE_SCALES = ("k_scale", "v_scale")
+INPUT_SCALES = ("input_scale", "input_global_scale")
 # Ends of names that belong to a quantised weight; a name is a module and its end.
 ENDS = frozenset((*modelopt.PARTS, *modelopt.FOREIGN, *compressed.FOREIGN, "weight"))
 ENDS |= frozenset(part for parts in compressed.PARTS.values() for part in parts)
@@ -43,6 +45,11 @@ class Checkpoint:
         else:
             self._find_groups()
         _check_siblings(self)
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.directory.resolve().name
 
     @property
     def pages(self) -> PageFormat:
@@ -109,9 +116,18 @@ class Checkpoint:
             group = self.scheme.group_of(module, kind)
             if group is not None:
                 self.groups[module] = group
+        self._without_input_scales()
         if not self.groups:
             raise CheckpointError(
                 f"{self.directory}: its configuration says {self.scheme.layout}, its files hold no quantised weight"
+            )
+
+    def _without_input_scales(self) -> None:
+        """Where no product has a scale of its inputs, each row has its own; if only some lack it, reading refuses."""
+        static = {module: group for module, group in self.groups.items() if group.static_inputs}
+        if static and not any({*INPUT_SCALES} & {*self._ends[module]} for module in static):
+            self.groups.update(
+                {module: replace(group, static_inputs=False) for module, group in static.items()}
             )
 
     def _find_blocks(self) -> None:

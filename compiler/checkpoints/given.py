@@ -17,6 +17,7 @@ from octavo.compiler.checkpoints.stored import StoredWeight
 from octavo.compiler.errors import CheckpointError
 from octavo.compiler.nvfp4 import E4M3_MAX
 from octavo.compiler.precision import Format, PagePrecision, PrecisionPlan, ProductPrecision, QuantizedWeight
+from octavo.passes.assign_precision import holds
 from octavo.passes.products import PAGES, Product, find_pages, find_products, source_weights
 from octavo.passes.rewrite import Recipe
 
@@ -25,6 +26,8 @@ STACKED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+# Formats whose inputs are quantised.
+SCALED = ("nvfp4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,24 @@ class GivenWeights:
     dtype: torch.dtype
     sources: dict[str, list[str]] = field(default_factory=dict)
 
-    def plan(self, graph_module: GraphModule) -> PrecisionPlan:
-        """Raises CheckpointError for a product that is quantised in parts, and for a weight that no product takes."""
+    def plan(self, graph_module: GraphModule, layout: str = "linear") -> PrecisionPlan:
+        """layout: of block scales, as the target's kernels read them.
+
+        Raises CheckpointError for a product that is quantised in parts or that the target's kernels cannot hold, and
+        for a weight that no product takes.
+        """
         plan = PrecisionPlan()
         used: set[str] = set()
         for product in find_products(graph_module):
             modules = self._modules_of(product)
             if modules:
-                plan.products[product.name] = self._precision(product, modules)
+                precision = self._precision(product, modules)
+                if refusal := holds(product, precision.format, layout):
+                    raise CheckpointError(f"{product.name} ({modules[0]}): {precision.format}: {refusal}")
+                plan.products[product.name] = precision
                 used.update(modules)
+            else:
+                plan.products[product.name] = ProductPrecision("bf16", reason="plain in the checkpoint")
         left = set(self.checkpoint) - used
         reached = self._reached(graph_module)
         if missed := sorted(left & reached):
@@ -60,6 +72,10 @@ class GivenWeights:
             self._note(
                 f"{len(left - reached)} quantised weights are of no part of the model: {min(left - reached)}"
             )
+        if by_token := [
+            one for one in plan.products.values() if one.format in SCALED and not one.input_scale
+        ]:
+            self._note(f"{len(by_token)} products have no scales of their inputs: each row has its own")
         if self.checkpoint.pages != "bf16":
             self._plan_pages(graph_module, plan)
         return plan
@@ -73,9 +89,7 @@ class GivenWeights:
                 continue
             attention = next(iter(pages.modules)).removesuffix(f".{PAGES}")
             keys, values = self.checkpoint.multipliers(attention)
-            plan.pages[pages.number] = PagePrecision(
-                self.checkpoint.pages, keys, values, "as the checkpoint says"
-            )
+            plan.pages[pages.number] = PagePrecision(self.checkpoint.pages, keys, values, "from checkpoint")
 
     def _modules_of(self, product: Product) -> list[str]:
         """The modules whose weights a product consists of; none where all are plain."""
@@ -125,7 +139,7 @@ class GivenWeights:
             for name, source_of in self._by_weight(product, modules)
         ]
         hidden = scales[1] if product.kind == "moe" else None
-        return ProductPrecision(format, scales[0], hidden, "as the checkpoint has it")
+        return ProductPrecision(format, scales[0], hidden, "from checkpoint")
 
     def _by_weight(self, product: Product, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
         leaves = {name: source_weights(self.recipes, name) for name in product.weights}

@@ -2,12 +2,14 @@
 
 import re
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from octavo.compiler import api
+from octavo.compiler.checkpoints.checkpoint import Checkpoint
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_summary import read_summary
@@ -71,11 +73,24 @@ def _compile(choices: Choices, model: str) -> Path:
         verify=choices.verify,
         dump=choices.dump,
         dump_weights=choices.dump_weights,
-        quantize=choices.quantize,
+        quantize=_formats(choices.quantize, loaded.checkpoint),
         calibration=text,
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
+
+
+def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> QuantConfig | Checkpoint | None:
+    """What is quantised: as the options say, or as the model's files have it."""
+    if checkpoint is None or config is None:
+        return config if checkpoint is None else checkpoint
+    if config.mode == "bf16":
+        raise OptionError(
+            f"kv: expected none, as {checkpoint.name} holds quantised weights, and products and pages are as its "
+            "configuration says; --quantize quantises its decoded values again"
+        )
+    warnings.warn(f"{checkpoint.name}: its quantised weights are decoded and quantised again", stacklevel=2)
+    return config
 
 
 def _resume(choices: Choices) -> Path:

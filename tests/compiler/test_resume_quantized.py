@@ -79,6 +79,11 @@ def test_a_plan_that_is_missing_and_another_family_are_refused(
         resume(folder / "31_quantize_linear.py")
 
 
+def test_a_target_without_the_tensor_cores_is_refused(whole: tuple[Compiled, Path]) -> None:
+    with pytest.raises(OptionError, match="got 'nvfp4': sm_90 has no NVFP4 tensor core"):
+        resume(whole[1] / "25_fuse_add_norm.py", "h100")
+
+
 def test_inspect_counts_the_types_of_weights(
     whole: tuple[Compiled, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 import octavo
 from octavo.compiler.errors import OptionError
-from octavo.compiler.options import Mode, QuantConfig
+from octavo.compiler.options import Mode
 from octavo.compiler.target import load_target, target_names
 from octavo.compiler.target_formats import check_target
 
@@ -19,14 +19,14 @@ def test_hopper_has_no_fp4_activations(mode: Mode, target: str) -> None:
         r"sm_90 has no NVFP4 tensor core, so activations cannot be NVFP4"
     )
     with pytest.raises(OptionError, match=said):
-        check_target(QuantConfig(mode), load_target(target))
+        check_target(mode, load_target(target))
 
 
 def test_every_other_mode_is_served() -> None:
     for target in target_names():
         for mode in ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"):
             if target not in HOPPER or mode not in ("nvfp4", "auto"):
-                check_target(QuantConfig(mode), load_target(target))
+                check_target(mode, load_target(target))
 
 
 def test_compile_says_so_before_it_looks_at_the_model() -> None:

@@ -131,6 +131,16 @@ def test_rows_that_are_not_whole_blocks_stay() -> None:
         assigned(QuantConfig("nvfp4", include=("*.q_b_proj",)), "deepseek_v3")
 
 
+@pytest.mark.parametrize("mode", ["nvfp4", "nvfp4_weight_only"])
+def test_rows_whose_scales_kernels_cannot_read_together_stay(mode: Any) -> None:
+    plan, report = assigned(QuantConfig(mode), layout="swizzled_128x4")
+    assert formats(plan, "down_proj") == {"bf16"} and formats(plan, "o_proj") == {mode}
+    reason = "rows of 96 elements are no multiple of 64, whose scales GPU kernels read together"
+    assert reason in [rejection.reason for rejection in report.rejected]
+    with pytest.raises(OptionError, match=r"include: .*down_proj.weight cannot be nvfp4.*no multiple of 64"):
+        assigned(QuantConfig(mode, include=("*.down_proj",)), layout="swizzled_128x4")
+
+
 def test_gates_and_draft_heads_stay() -> None:
     g = LoweredGraph()
     x = g.tokens("x", (32,), torch.bfloat16)
