@@ -190,8 +190,8 @@ def prompt_logprobs(
 
 def _report(logits: NDArray[np.float32], token_id: int, count: int) -> Sampled:
     logprobs = log_probabilities(logits)
-    ids = best(logits, min(count, len(logits))) if count else []
-    return Sampled(token_id, float(logprobs[token_id]), tuple((int(i), float(logprobs[i])) for i in ids))
+    ids = best(logits, min(count, len(logits))).tolist() if count else []
+    return Sampled(token_id, float(logprobs[token_id]), tuple((each, float(logprobs[each])) for each in ids))
 
 
 def _not_finite(row: NDArray[np.float32], position: int) -> str:

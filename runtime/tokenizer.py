@@ -38,6 +38,17 @@ class FileTokenizer:
             self._tokenizer = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise ArtifactError(f"{TOKENIZER_FILE}: expected a tokenizer that loads, got: {error}") from None
+        # Settings left over from training would cut prompts, or fill them up, in silence.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    @property
+    def num_ids(self) -> int:
+        """One more than its highest token id."""
+        return 1 + int(max(self._tokenizer.get_vocab(with_added_tokens=True).values()))
+
+    def to_json(self) -> str:
+        return str(self._tokenizer.to_str())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """add_special_tokens: False for a text that names its special tokens itself, as chats do."""

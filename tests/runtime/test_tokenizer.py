@@ -130,3 +130,17 @@ def test_a_file_that_is_no_tokenizer_is_an_artifact_error() -> None:
         ArtifactError, match=r"tokenizer/tokenizer\.json: expected a tokenizer that loads, got"
     ):
         FileTokenizer('{"model": 3}')
+
+
+def test_settings_of_training_neither_cut_nor_fill_up_a_prompt() -> None:
+    library = Tokenizer.from_str(byte_level_json())
+    library.enable_truncation(4)
+    library.enable_padding(length=12)
+    trained = FileTokenizer(str(library.to_str()))
+    assert trained.encode("abcdefgh") == TOKENIZER.encode("abcdefgh")
+    assert len(trained.encode("ab")) == 2
+    assert FileTokenizer(trained.to_json()).encode("abcdefgh") == TOKENIZER.encode("abcdefgh")
+
+
+def test_ids_are_counted_to_the_highest_with_special_tokens() -> None:
+    assert TOKENIZER.num_ids == 257
