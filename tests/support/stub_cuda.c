@@ -1,6 +1,7 @@
 // A libcuda without a GPU for tests of the ctypes binding: "device" memory is the host's, kernels are noted, not run.
 // It is compiled against NVIDIA's own cuda.h, so its signatures and struct layouts are those of the real library.
 #include <cuda.h>
+#include <limits.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -117,6 +118,20 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr target, const void* source, size_t bytes,
 CUresult cuMemcpyDtoHAsync(void* target, CUdeviceptr source, size_t bytes, CUstream stream) {
   CALLED;
   memcpy(target, (void*)(uintptr_t)source, bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemcpy3DAsync(const CUDA_MEMCPY3D* copy, CUstream stream) {
+  CALLED;
+  if (copy->srcMemoryType != CU_MEMORYTYPE_UNIFIED || copy->dstMemoryType != CU_MEMORYTYPE_UNIFIED ||
+      copy->srcPitch < copy->WidthInBytes || copy->dstPitch < copy->WidthInBytes || copy->srcHeight < copy->Height ||
+      copy->dstHeight < copy->Height || copy->srcPitch > INT_MAX || copy->dstPitch > INT_MAX || copy->srcXInBytes ||
+      copy->srcY || copy->srcZ || copy->srcLOD || copy->dstXInBytes || copy->dstY || copy->dstZ || copy->dstLOD ||
+      copy->srcHost || copy->dstHost || copy->srcArray || copy->dstArray || copy->reserved0 || copy->reserved1)
+    return CUDA_ERROR_INVALID_VALUE;
+  for (size_t z = 0; z < copy->Depth; z++)
+    for (size_t y = 0; y < copy->Height; y++)
+      memcpy((char*)(uintptr_t)copy->dstDevice + (z * copy->dstHeight + y) * copy->dstPitch,
+             (char*)(uintptr_t)copy->srcDevice + (z * copy->srcHeight + y) * copy->srcPitch, copy->WidthInBytes);
   return CUDA_SUCCESS;
 }
 CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t bytes, CUstream stream) {
