@@ -50,7 +50,7 @@ class TokenState:
         self._bias_ids = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)
         self._matcher = matcher
-        self._prompt_ids: frozenset[int] | None = None  # taken in by the first sync
+        self._prompt_ids: NDArray[np.int64] | None = None  # distinct; taken in by the first sync
         self._generated: list[int] = []
         self._counts: Counter[int] = Counter()  # of generated tokens; none is 0
 
@@ -58,7 +58,7 @@ class TokenState:
         """Take in those of the branch's tokens, prompt included, that came since the last call."""
         if self._prompt_ids is None:
             is_needed = self._params.repetition_penalty != 1
-            self._prompt_ids = frozenset(tokens[: self._prompt_len] if is_needed else ())
+            self._prompt_ids = np.unique(np.array(tokens[: self._prompt_len] if is_needed else [], np.int64))
         num_seen = self._prompt_len + len(self._generated)
         assert len(tokens) >= num_seen, "tokens were dropped without a rollback"
         new = list(tokens[num_seen:])
@@ -106,11 +106,12 @@ class TokenState:
     def _penalize(self, row: NDArray[np.float32]) -> None:
         params = self._params
         generated = np.fromiter(self._counts, np.int64, len(self._counts))
-        if params.repetition_penalty != 1:
-            unseen = (token_id for token_id in self._prompt_ids or () if token_id not in self._counts)
-            seen = np.concatenate([generated, np.fromiter(unseen, np.int64)])
+        if params.repetition_penalty != 1 and self._prompt_ids is not None:
+            seen = np.concatenate([generated, self._prompt_ids])
             logits, penalty = row[seen], np.float32(params.repetition_penalty)
-            row[seen] = np.where(logits < 0, logits * penalty, logits / penalty)
+            row[seen] = np.where(
+                logits < 0, logits * penalty, logits / penalty
+            )  # twice the same where in both
         if params.frequency_penalty or params.presence_penalty:
             counts = np.fromiter(self._counts.values(), np.float32, len(generated))
             row[generated] -= np.float32(params.frequency_penalty) * counts
