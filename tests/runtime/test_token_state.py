@@ -92,7 +92,7 @@ def test_presence_and_frequency_count_the_answer_only(
 
 def test_bias_is_hugging_face_s() -> None:
     bias = {3: 2.5, 7: -100.0, 0: 0.25}
-    processor = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     assert np.array_equal(
         applied(SamplingParams(logit_bias=bias), [1], [2]), by_hugging_face(processor, [1, 2])
     )
