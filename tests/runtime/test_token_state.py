@@ -112,7 +112,7 @@ def test_the_order_is_masks_then_bias_then_repetition_then_the_other_penalties()
     """Token 1 is biased across zero before it is divided; token 2 is masked and stays so."""
     logits = np.array([1, -1, 1, 1], np.float32)
     params = SamplingParams(
-        logit_bias={1: 3, 2: 100},
+        logit_bias={1: 4, 2: 100},
         repetition_penalty=2,
         frequency_penalty=0.5,
         presence_penalty=0.25,
@@ -120,7 +120,7 @@ def test_the_order_is_masks_then_bias_then_repetition_then_the_other_penalties()
     )
     state = TokenState(params, 1, {2})
     state.sync([0, 1, 1, 3])
-    assert state.apply(logits).tolist() == [0.5, 2 / 2 - 1 - 0.25, -np.inf, 0.5 - 0.5 - 0.25]
+    assert state.apply(logits).tolist() == [0.5, 3 / 2 - 1 - 0.25, -np.inf, 0.5 - 0.5 - 0.25]
 
 
 def test_a_grammar_s_mask_follows_the_answer() -> None:
