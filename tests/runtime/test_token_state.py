@@ -148,7 +148,7 @@ def fresh(tokens: list[int]) -> Row:
 @given(st.lists(st.tuples(st.sampled_from("adfs"), st.integers(0, VOCAB - 1)), max_size=30))
 def test_any_course_of_events_gives_what_the_tokens_give(events: list[tuple[str, int]]) -> None:
     """Append, drop, fork and go on with the fork, and sync twice; branches left behind stay as they were."""
-    tokens = [1, 8]
+    tokens = [1, 8, 3, 6]
     state = TokenState(_ALL, 2, {5}, OddFirst())
     state.sync(tokens)
     left: list[tuple[TokenState, list[int]]] = []
