@@ -3,7 +3,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import (
@@ -146,6 +146,7 @@ def fresh(tokens: list[int]) -> Row:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("adfs"), st.integers(0, VOCAB - 1)), max_size=30))
+@example([("f", 0), ("a", 1), ("a", 2), ("a", 3)])
 def test_any_course_of_events_gives_what_the_tokens_give(events: list[tuple[str, int]]) -> None:
     """Append, drop, fork and go on with the fork, and sync twice; branches left behind stay as they were."""
     tokens = [1, 8, 3, 6]
