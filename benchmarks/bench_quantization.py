@@ -136,7 +136,6 @@ def batch_of(window: NDArray[np.int64], page_size: int) -> Batch:
         seq_lens=np.array([count], np.int32),
         cu_seqlens_q=np.array([0, count], np.int32),
         logit_rows=positions.copy(),
-        requests=(),
     )
 
 

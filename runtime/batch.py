@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.runtime.kv_cache import NULL_PAGE
-from octavo.runtime.request import Request
 from octavo.runtime.scheduler import Chunk
 
 
@@ -23,7 +22,10 @@ class Batch:
     cu_seqlens_q  (R + 1,) i32  request r owns tokens cu_seqlens_q[r] : cu_seqlens_q[r + 1]
     logit_rows    (L,) i64      tokens whose logits are wanted; L may be 0 when every prompt is still
                   incomplete
-    requests      L of them: who each logit row belongs to
+    windowed      for each page group but the first, its (page_table, slot_mapping); a window that slid past a
+                  page leaves the null page in its column
+
+    A row for each branch: "request" above means one of its branches.
     """
 
     input_ids: NDArray[np.int64]
@@ -33,7 +35,7 @@ class Batch:
     seq_lens: NDArray[np.int32]
     cu_seqlens_q: NDArray[np.int32]
     logit_rows: NDArray[np.int64]
-    requests: tuple[Request, ...]
+    windowed: tuple[tuple[NDArray[np.int32], NDArray[np.int64]], ...] = ()
 
     @property
     def dims(self) -> dict[str, int]:
@@ -44,7 +46,7 @@ class Batch:
     @property
     def inputs(self) -> Mapping[str, NDArray[np.int64] | NDArray[np.int32]]:
         """The arrays by their names in STEP_INPUTS; all contiguous."""
-        return {
+        arrays: dict[str, NDArray[np.int64] | NDArray[np.int32]] = {
             "input_ids": self.input_ids,
             "positions": self.positions,
             "slot_mapping": self.slot_mapping,
@@ -53,35 +55,56 @@ class Batch:
             "cu_seqlens_q": self.cu_seqlens_q,
             "logit_rows": self.logit_rows,
         }
+        for group, (page_table, slot_mapping) in enumerate(self.windowed, 1):
+            arrays[f"page_table_{group}"], arrays[f"slot_mapping_{group}"] = page_table, slot_mapping
+        return arrays
 
 
 def build_batch(chunks: Sequence[Chunk], page_size: int) -> Batch:
-    """Lay out the chunks of a step one after another; their requests hold the pages for them already."""
+    """Lay out the chunks of a step one after another; their branches hold the pages for them already."""
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = starts + lengths
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    page_table = _page_table(chunks, -(-ends // page_size))
     rows = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-    slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
-    assert (slots >= (NULL_PAGE + 1) * page_size).all(), "a token was placed in the null page"
-    input_ids = [token for c in chunks for token in c.request.tokens[c.start : c.start + c.length]]
-    is_sampled = np.array([chunk.is_sampled for chunk in chunks], bool)
+    groups = []
+    for group in range(len(chunks[0].branch.table.groups)):
+        page_table = _page_table(chunks, -(-ends // page_size), group)
+        slots = page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+        assert (slots >= (NULL_PAGE + 1) * page_size).all(), "a token was placed in the null page"
+        groups.append((page_table, slots))
+    input_ids = [token for c in chunks for token in c.branch.tokens[c.start : c.start + c.length]]
     return Batch(
         input_ids=np.array(input_ids, np.int64),
         positions=positions,
-        slot_mapping=slots,
-        page_table=page_table,
+        slot_mapping=groups[0][1],
+        page_table=groups[0][0],
         seq_lens=ends.astype(np.int32),
         cu_seqlens_q=offsets.astype(np.int32),
-        logit_rows=offsets[1:][is_sampled] - 1,
-        requests=tuple(chunk.request for chunk in chunks if chunk.is_sampled),
+        logit_rows=_logit_rows(chunks, offsets),
+        windowed=tuple(groups[1:]),
     )
 
 
-def _page_table(chunks: Sequence[Chunk], num_used: NDArray[np.int64]) -> NDArray[np.int32]:
+def num_logit_rows(chunk: Chunk) -> int:
+    """How many of a chunk's last tokens have wanted logits: its newest token's, and the prompt's if it is reported."""
+    if chunk.request.wants_prompt_report:
+        return chunk.length
+    return 1 if chunk.is_sampled else 0
+
+
+def _logit_rows(chunks: Sequence[Chunk], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    counts = np.array([num_logit_rows(chunk) for chunk in chunks], np.int64)
+    if counts.max() <= 1:
+        return offsets[1:][counts > 0] - 1
+    return np.concatenate(
+        [np.arange(end - count, end) for end, count in zip(offsets[1:], counts, strict=True)]
+    )
+
+
+def _page_table(chunks: Sequence[Chunk], num_used: NDArray[np.int64], group: int) -> NDArray[np.int32]:
     table = np.full((len(chunks), int(num_used.max())), NULL_PAGE, np.int32)
     for row, (chunk, count) in enumerate(zip(chunks, num_used.tolist(), strict=True)):
-        table[row, :count] = chunk.request.pages[:count]
+        table[row, :count] = chunk.branch.table.groups[group][:count]
     return table

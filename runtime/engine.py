@@ -12,15 +12,18 @@ from pathlib import Path
 
 from octavo.compiler.artifact import Artifact, ModelInfo
 from octavo.compiler.errors import ExecutionError, OptionError, RequestError
-from octavo.runtime.batch import build_batch
-from octavo.runtime.kv_cache import PagePool
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.open_runner import open_runner
-from octavo.runtime.output import Output
-from octavo.runtime.request import Completion, Request, Status, Token, check_prompt
-from octavo.runtime.sampler import RandomKey, Row, Sampled, sample
+from octavo.runtime.output import Output, completion_of
+from octavo.runtime.paged_memory import PagedMemory
+from octavo.runtime.prefix_cache import SHARED_KEY, CacheKey
+from octavo.runtime.recovery import recover
+from octavo.runtime.request import Branch, Completion, Request, Status, Token, check_prompt
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.scheduler import Chunk, Scheduler
+from octavo.runtime.scheduler import Scheduler
+from octavo.runtime.stepper import Stepper
+from octavo.runtime.structured import GrammarMatcher, Grammars
+from octavo.runtime.token_state import new_token_state
 from octavo.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -58,6 +61,7 @@ class Engine:
     max_requests      most requests that run at once
     max_batch_tokens  most tokens of a step, at most the model's
     chunked_prefill   spread long prompts over several steps, so that running requests go on
+    prefix_caching    share pages with earlier requests whose prompts began alike
     seed              of requests without their own; None: a fresh one
     """
 
@@ -70,6 +74,7 @@ class Engine:
         max_requests: int = DEFAULT_MAX_REQUESTS,
         max_batch_tokens: int | None = None,
         chunked_prefill: bool = True,
+        prefix_caching: bool = True,
         seed: int | None = None,
     ) -> None:
         budget = model.max_batch_tokens if max_batch_tokens is None else max_batch_tokens
@@ -85,15 +90,22 @@ class Engine:
         self.tokenizer = tokenizer
         self.seed = secrets.randbits(64) if seed is None else seed % 2**64
         self.stats = EngineStats()
-        self.pool = PagePool(runner.num_pages)
+        self.memory = PagedMemory(
+            runner.num_pages,
+            runner.page_size,
+            runner.page_windows,
+            num_host_pages=runner.num_host_pages,
+            use_prefix_cache=prefix_caching,
+        )
         self.scheduler = Scheduler(
-            self.pool,
-            page_size=runner.page_size,
+            self.memory,
             max_model_len=model.max_model_len,
             max_batch_tokens=budget,
             max_requests=min(max_requests, budget),
             chunked_prefill=chunked_prefill,
         )
+        self._stepper = Stepper(runner, self.scheduler, self.seed)
+        self._grammars: Grammars | None = None  # made for the first request that wants one
         self._outputs: dict[int, Output] = {}
         self._next_id = 0
 
@@ -103,17 +115,20 @@ class Engine:
         artifact: Artifact | Path | str,
         *,
         num_pages: int | None = None,
+        num_host_pages: int = 0,
         num_threads: int | None = None,
         use_tokenizer: bool = True,
         max_requests: int = DEFAULT_MAX_REQUESTS,
         max_batch_tokens: int | None = None,
         chunked_prefill: bool = True,
+        prefix_caching: bool = True,
         seed: int | None = None,
         graphs: bool = True,
     ) -> "Engine":
         """An engine for an artifact, on this machine's processor or on its GPU as the artifact wants.
 
         num_pages    None: 8 sequences of full length on a processor, what free memory holds on a GPU
+        num_host_pages  in this machine's memory, for preempted requests and cached pages that the pool needs
         num_threads  of a processor; graphs: steps of one token a request as CUDA graphs
         """
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
@@ -125,12 +140,14 @@ class Engine:
                 max_requests=max_requests,
                 max_batch_tokens=max_batch_tokens,
                 graphs=graphs,
+                num_host_pages=num_host_pages,
             ),
             opened.model,
             load_tokenizer(opened) if use_tokenizer else None,
             max_requests=max_requests,
             max_batch_tokens=max_batch_tokens,
             chunked_prefill=chunked_prefill,
+            prefix_caching=prefix_caching,
             seed=seed,
         )
 
@@ -138,9 +155,21 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.scheduler.requests)
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a request and return its id; `step` brings its tokens. RequestError if it can never run."""
-        request = self._make_request(prompt, params or SamplingParams())
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> int:
+        """Queue a request and return its id; `step` brings its tokens. RequestError if it can never run.
+
+        priority    lower goes first
+        cache_salt  share cached pages only with requests of the same salt
+        """
+        request = self._make_request(prompt, params or SamplingParams(), CacheKey(cache_salt))
+        request.priority = priority
         self._start(request, 0, None)
         return request.request_id
 
@@ -151,25 +180,11 @@ class Engine:
     ) -> list[Completion]:
         """Answer every prompt, in their order. Raises ExecutionError if the model fails on one of them."""
         requests = self._make_requests(prompts, params)
-        ends: dict[int, Token] = {}
-        tokens: list[list[int]] = [[] for _ in requests]
-        texts: list[list[str]] = [[] for _ in requests]
+        tokens: list[list[Token]] = [[] for _ in requests]
         for token in self._run(requests):
-            texts[token.index].append(token.text)
-            if token.token_id is not None:
-                tokens[token.index].append(token.token_id)
-            if token.finish_reason:
-                ends[token.index] = token
-        return [
-            Completion(
-                request_id=request.request_id,
-                prompt_token_ids=tuple(request.tokens[: request.prompt_len]),
-                token_ids=tuple(tokens[index]),
-                text="".join(texts[index]) if self.tokenizer else None,
-                finish_reason=ends[index].finish_reason or "abort",
-            )
-            for index, request in enumerate(requests)
-        ]
+            tokens[token.index].append(token)
+        has_text = self.tokenizer is not None
+        return [completion_of(request, own, has_text) for request, own in zip(requests, tokens, strict=True)]
 
     def stream(
         self,
@@ -178,25 +193,24 @@ class Engine:
     ) -> Iterator[Token]:
         """Tokens as they come, `Token.index` telling whose; closing the iterator ends its requests.
 
-        Bad prompts raise at once, not at the first token. Raises ExecutionError if the model fails on one.
+        Bad prompts raise at once, not at the first token. Answers that are ranked come when all have ended, the
+        best first. Raises ExecutionError if the model fails on one.
         """
         return self._run(self._make_requests(prompts, params))
 
     def _run(self, requests: list[Request]) -> Iterator[Token]:
         mailbox: deque[Token] = deque()
-        pending = len(requests)
         try:
             for index, request in enumerate(requests):
                 self._start(request, index, mailbox)
-            while pending:
-                while not mailbox:
+            while mailbox or any(request.request_id in self._outputs for request in requests):
+                while not mailbox and any(request.request_id in self._outputs for request in requests):
                     self.step()
-                    assert mailbox or self.has_unfinished, "a request ended without telling its reader"
-                token = mailbox.popleft()
-                if token.error:
-                    raise ExecutionError(f"prompt {token.index}: {token.error}")
-                pending -= token.finish_reason is not None
-                yield token
+                while mailbox:
+                    token = mailbox.popleft()
+                    if token.error:
+                        raise ExecutionError(f"prompt {token.index}: {token.error}")
+                    yield token
         finally:
             for request in requests:
                 self.abort(request.request_id)
@@ -214,56 +228,42 @@ class Engine:
     def step(self) -> list[Token]:
         """Run one step and return the tokens it brought, of every request; [] when there is nothing to do."""
         began = time.perf_counter()
+        tokens: list[Token] = []
         try:
             chunks = self.scheduler.schedule()
-            if not chunks:
-                return []
-            tokens = self._run_chunks(chunks)
+            if chunks:
+                self.stats.computed_tokens += sum(chunk.length for chunk in chunks)
+                first = [
+                    c.request for c in chunks if len(c.branch.tokens) == c.request.prompt_len and c.is_sampled
+                ]
+                self.stats.generated_tokens += self._stepper.run(chunks)
+                self.stats.prompt_tokens += sum(request.prompt_len for request in first)
+                self.stats.num_steps += 1
+            for output in list(self._outputs.values()):
+                if output.request.status is not Status.WAITING:
+                    tokens += self._show(output)
         except BaseException:
             # An interrupt may come anywhere. Make the books whole, so that the other requests can go on.
-            self.scheduler.recover()
+            recover(self.scheduler)
             for output in list(self._outputs.values()):
                 self._show(output)
             raise
         finally:
             self.stats.seconds += time.perf_counter() - began
-            self.stats.num_preemptions = self.scheduler.num_preemptions
-        self.stats.num_steps += 1
+            self.stats.num_preemptions = self.scheduler.stats.num_preemptions
         if not self.scheduler.requests:
-            assert self.pool.num_free == self.pool.capacity, "pages are held at idle"
+            assert self.memory.pool.num_free == self.memory.pool.capacity, "pages are held at idle"
         return tokens
 
-    def _run_chunks(self, chunks: list[Chunk]) -> list[Token]:
-        batch = build_batch(chunks, self.runner.page_size)
-        logits = self.runner.run(batch)
-        requests = batch.requests
-        rows = [Row(request.params, self._key(request), len(request.tokens)) for request in requests]
-        results = sample(logits, rows)
-        failed = {
-            r.request_id: e for r, e in zip(requests, results, strict=True) if isinstance(e, ExecutionError)
-        }
-        for request in requests:
-            if request.request_id in failed:
-                request.error = str(failed[request.request_id])
-                self.scheduler.finish(request, "error")
-        kept = [chunk for chunk in chunks if chunk.request.request_id not in failed]
-        self.stats.computed_tokens += len(batch.input_ids)
-        self.stats.prompt_tokens += sum(r.prompt_len for r in requests if len(r.tokens) == r.prompt_len)
-        self.scheduler.commit(kept, [chosen.token_id for chosen in results if isinstance(chosen, Sampled)])
-        self.stats.generated_tokens += len(requests) - len(failed)
-        return [token for request in requests for token in self._show(self._outputs[request.request_id])]
-
-    def _key(self, request: Request) -> RandomKey:
-        if request.params.seed is not None:
-            return RandomKey(request.params.seed, 0)
-        return RandomKey(self.seed, request.request_id + 1)
-
     def _show(self, output: Output) -> list[Token]:
-        """A request's new tokens; ends the request if its text says so, and forgets it once it ended."""
+        """A request's new tokens; ends a branch if its text says so, and forgets a request once it ended."""
         tokens = output.show()
         request = output.request
-        if tokens and tokens[-1].finish_reason and request.status is not Status.FINISHED:
-            self.scheduler.finish(request, tokens[-1].finish_reason)
+        stopped = output.stopped()
+        for branch in stopped:
+            self.scheduler.finish_branch(request, branch, "stop")
+        if stopped and request.params.is_ranked:
+            tokens += output.show()
         if request.status is Status.FINISHED:
             del self._outputs[request.request_id]
         return tokens
@@ -289,7 +289,7 @@ class Engine:
                 raise RequestError(f"request {index}: {error}" if len(many) > 1 else str(error)) from None
         return requests
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_request(self, prompt: Prompt, params: SamplingParams, key: CacheKey = SHARED_KEY) -> Request:
         if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
             raise RequestError(
                 "prompt: expected token ids and no stop strings, as this engine has no tokenizer, got text; "
@@ -300,12 +300,22 @@ class Engine:
         tokens = check_prompt(encoded, self.model.vocab_size)
         params.check_ids(self.model.vocab_size)
         end_ids = () if params.ignore_eos else self.model.eos_token_ids
-        max_len = self.scheduler.max_len(len(tokens), params.max_tokens)
-        request = Request(
-            self._next_id, len(tokens), tokens, params, max_len, frozenset({*end_ids, *params.stop_token_ids})
-        )
+        if params.stop and params.beam_width is not None:
+            raise RequestError("stop: expected no stop strings with beam_width; use stop_token_ids")
+        max_len = self.scheduler.max_len(len(tokens), params)
+        stop_ids = frozenset({*end_ids, *params.stop_token_ids})
+        state = new_token_state(params, len(tokens), stop_ids, self._matcher(params))
+        branch = Branch(0, tokens, self.memory.new_table(key), state)
+        request = Request(self._next_id, len(tokens), params, max_len, [branch], stop_ids, key)
         self._next_id += 1
         return request
+
+    def _matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        if params.structured is None:
+            return None
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.model)
+        return self._grammars.matcher(params.structured)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

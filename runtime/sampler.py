@@ -140,7 +140,7 @@ def sample(logits: NDArray[np.float32], rows: Sequence[Row]) -> list[Sampled | E
     results: list[Sampled | ExecutionError] = []
     for index, (row, best_id) in enumerate(zip(rows, highest.tolist(), strict=True)):
         if not is_finite[index]:
-            results.append(ExecutionError(_not_finite(logits[index], row.position)))
+            results.append(ExecutionError(not_finite(logits[index], row.position)))
         elif row.state is None and row.params.is_greedy and not row.params.needs_logprobs:
             results.append(Sampled(best_id))
         else:
@@ -162,7 +162,7 @@ def _sample_row(logits: NDArray[np.float32], row: Row) -> Sampled | ExecutionErr
         )
     if not params.is_greedy:
         token_id = draw(probabilities(processed, params), uniform(row.key, row.position))
-    return _report(logits, token_id, params.logprobs or 0) if params.needs_logprobs else Sampled(token_id)
+    return report(logits, token_id, params.logprobs or 0) if params.needs_logprobs else Sampled(token_id)
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -183,18 +183,20 @@ def prompt_logprobs(
     results: list[Sampled | ExecutionError] = []
     for position, (row, token_id) in enumerate(zip(logits, next_tokens, strict=True)):
         is_finite = np.isfinite(row.max())
-        error = None if is_finite else ExecutionError(_not_finite(row, position))
-        results.append(error or _report(row, token_id, count))
+        error = None if is_finite else ExecutionError(not_finite(row, position))
+        results.append(error or report(row, token_id, count))
     return results
 
 
-def _report(logits: NDArray[np.float32], token_id: int, count: int) -> Sampled:
+def report(logits: NDArray[np.float32], token_id: int, count: int) -> Sampled:
+    """A token with its log-probability and those of the `count` best, by a row (vocab,) of the model's logits."""
     logprobs = log_probabilities(logits)
     ids = best(logits, min(count, len(logits))).tolist() if count else []
     return Sampled(token_id, float(logprobs[token_id]), tuple((each, float(logprobs[each])) for each in ids))
 
 
-def _not_finite(row: NDArray[np.float32], position: int) -> str:
+def not_finite(row: NDArray[np.float32], position: int) -> str:
+    """What is wrong with a row of logits."""
     found = {"NaN": np.isnan(row), "+inf": np.isposinf(row), "-inf": np.isneginf(row)}
     shown = ", ".join(f"{int(where.sum())} {name}" for name, where in found.items())
     return (

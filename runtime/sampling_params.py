@@ -144,6 +144,11 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @property
+    def is_ranked(self) -> bool:
+        """Answers are ordered, so none is known before all have ended."""
+        return self.beam_width is not None or self.best_of is not None
+
+    @property
     def needs_logprobs(self) -> bool:
         """The chosen token's log-probability is reported, or ranks the answers."""
         return self.logprobs is not None or self.best_of is not None

@@ -31,7 +31,6 @@ def one_batch() -> Batch:
         seq_lens=np.array([3, 8], np.int32),
         cu_seqlens_q=np.array([0, 3, 11], np.int32),
         logit_rows=np.array([2, 10], np.int64),
-        requests=(),
     )
 
 

@@ -151,10 +151,10 @@ def logits_of(artifact: Artifact, tokens: list[int]) -> NDArray[np.float32]:
     step = step_inputs(
         [Chunk(0, 0, len(tokens))], runner.page_size, 1, torch.Generator().manual_seed(0), 256
     ).tensors
-    arrays = {name: value.numpy() for name, value in step.items()}
+    arrays: dict[str, Any] = {name: value.numpy() for name, value in step.items()}
     arrays["positions"] = arrays["positions"][0]
     arrays["logit_rows"] = np.arange(len(tokens))
-    return runner.run(Batch(input_ids=np.array(tokens), requests=(), **arrays)).copy()
+    return runner.run(Batch(input_ids=np.array(tokens), **arrays)).copy()
 
 
 def largest_error(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:

@@ -2,14 +2,17 @@ import numpy as np
 
 from octavo.compiler.program import STEP_INPUTS
 from octavo.runtime.batch import build_batch
-from octavo.runtime.request import Request
+from octavo.runtime.paged_memory import PageTable
+from octavo.runtime.prefix_cache import SHARED_KEY, PrefixCache
+from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Chunk
 
 
 def chunk(request_id: int, tokens: list[int], pages: list[int], start: int, length: int) -> Chunk:
-    request = Request(request_id, 1, tokens, SamplingParams(), 99, pages=pages, num_computed=start)
-    return Chunk(request, start, length)
+    root = PrefixCache(4, [None]).root(SHARED_KEY)
+    branch = Branch(0, tokens, PageTable([pages], root, root, num_tokens=start))
+    return Chunk(Request(request_id, 1, SamplingParams(), 99, [branch]), branch, start, length)
 
 
 CHUNKS = [
@@ -28,7 +31,6 @@ def test_layout() -> None:
     assert batch.seq_lens.tolist() == [6, 6, 4]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 9]
     assert batch.logit_rows.tolist() == [0, 8], "the prompt in the middle wants no logits yet"
-    assert [request.request_id for request in batch.requests] == [7, 9]
     assert batch.dims == {"T": 9, "R": 3, "L": 2, "P": 2}
 
 

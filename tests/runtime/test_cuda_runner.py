@@ -168,7 +168,7 @@ def test_logits_of_some_requests_of_a_padded_step(artifact: Artifact) -> None:
             input_ids=np.array([4, 5, 6]), positions=np.zeros(count, np.int64),
             slot_mapping=np.arange(1, 1 + count) * PAGE_SIZE,
             page_table=np.arange(1, 1 + count, dtype=np.int32)[:, None], seq_lens=np.ones(count, np.int32),
-            cu_seqlens_q=np.arange(count + 1, dtype=np.int32), logit_rows=np.array(rows, np.int64), requests=(),
+            cu_seqlens_q=np.arange(count + 1, dtype=np.int32), logit_rows=np.array(rows, np.int64),
         )  # fmt: skip
         return runner.run(batch).copy()
 
@@ -244,7 +244,7 @@ def test_pages_move_between_steps_on_the_stream_of_the_steps(artifact: Artifact,
             input_ids=np.array([token]), positions=np.array([position]),
             slot_mapping=np.array([page * PAGE_SIZE + position]), page_table=np.array([[page]], np.int32),
             seq_lens=np.array([position + 1], np.int32), cu_seqlens_q=np.array([0, 1], np.int32),
-            logit_rows=np.array([0], np.int64), requests=(),
+            logit_rows=np.array([0], np.int64),
         )  # fmt: skip
         return runner.run(batch).copy()
 

@@ -38,7 +38,11 @@ class Letters:
 
 def is_idle(engine: Engine) -> bool:
     engine.scheduler.check()
-    return not engine.has_unfinished and engine.pool.num_free == engine.pool.capacity and not engine._outputs
+    return (
+        not engine.has_unfinished
+        and engine.memory.pool.num_free == engine.memory.pool.capacity
+        and not engine._outputs
+    )
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])
@@ -204,7 +208,7 @@ def test_closing_a_stream_returns_its_pages(make_engine: Make) -> None:
     stream = engine.stream(PROMPTS, TEN)
     for _ in range(4):
         next(stream)
-    assert engine.pool.num_free < engine.pool.capacity
+    assert engine.memory.pool.num_free < engine.memory.pool.capacity
     stream.close()  # type: ignore[attr-defined]
     assert is_idle(engine)
 
@@ -297,10 +301,10 @@ def test_control_c_anywhere_in_a_step_loses_nothing(make_engine: Make, greedy: G
             sys.settrace(previous)
         engine.scheduler.check()
         kept = engine.scheduler.requests.get(other)
-        tokens = list(kept.tokens) if kept else []
+        tokens = list(kept.branches[0].tokens) if kept else []
         while engine.has_unfinished:
             engine.step()
-            tokens = list(kept.tokens) if kept else []
+            tokens = list(kept.branches[0].tokens) if kept else []
         assert not tokens or tokens[3:] == wanted
         assert is_idle(engine)
         assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == greedy([1, 2], 3)

@@ -2,7 +2,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from octavo.runtime.output import Output
-from octavo.runtime.request import FinishReason, Request, Status, Token
+from octavo.runtime.paged_memory import PagedMemory
+from octavo.runtime.prefix_cache import SHARED_KEY
+from octavo.runtime.request import Branch, FinishReason, Request, Status, Token
 from octavo.runtime.sampling_params import SamplingParams
 
 
@@ -17,12 +19,14 @@ class Letters:
 
 
 def make(stop: tuple[str, ...] = (), mailbox: deque[Token] | None = None) -> tuple[Request, Output]:
-    request = Request(5, 2, [0, 1], SamplingParams(stop=stop), 9, frozenset({25}))
+    branch = Branch(0, [0, 1], PagedMemory(2, 4).new_table(SHARED_KEY))
+    request = Request(5, 2, SamplingParams(stop=stop), 9, [branch], frozenset({25}))
     return request, Output(request, 3, mailbox, Letters())
 
 
 def finish(request: Request, reason: FinishReason) -> None:
     request.status, request.finish_reason = Status.FINISHED, reason
+    request.branches[0].finish_reason = reason
 
 
 def shown(tokens: Sequence[Token]) -> list[tuple[int | None, str, str | None]]:
@@ -33,44 +37,44 @@ def shown(tokens: Sequence[Token]) -> list[tuple[int | None, str, str | None]]:
 def test_each_token_is_shown_once_and_prompts_never() -> None:
     request, output = make()
     assert output.show() == []
-    request.tokens += [2, 3]
+    request.branches[0].tokens += [2, 3]
     assert shown(output.show()) == [(2, "C", None), (3, "D", None)]
     assert output.show() == []
-    request.tokens.append(4)
+    request.branches[0].tokens.append(4)
     finish(request, "length")
     assert shown(output.show()) == [(4, "E", "length")]
 
 
 def test_end_tokens_have_no_text() -> None:
     request, output = make()
-    request.tokens += [2, 25]
+    request.branches[0].tokens += [2, 25]
     finish(request, "stop")
     assert shown(output.show()) == [(2, "C", None), (25, "", "stop")]
 
 
 def test_nothing_after_a_stop_string_is_shown_even_if_more_tokens_came_at_once() -> None:
     request, output = make(stop=("DE",))
-    request.tokens += [2, 3, 4, 5, 6]
+    request.branches[0].tokens += [2, 3, 4, 5, 6]
     assert shown(output.show()) == [(2, "C", None), (3, "", None), (4, "", "stop")]
 
 
 def test_a_stop_string_wins_over_the_length() -> None:
     request, output = make(stop=("C",))
-    request.tokens.append(2)
+    request.branches[0].tokens.append(2)
     finish(request, "length")
     assert shown(output.show()) == [(2, "", "stop")]
 
 
 def test_text_held_back_comes_with_the_last_token() -> None:
     request, output = make(stop=("CDX",))
-    request.tokens += [2, 3]
+    request.branches[0].tokens += [2, 3]
     finish(request, "length")
     assert shown(output.show()) == [(2, "", None), (3, "CD", "length")]
 
 
 def test_an_error_ends_without_a_token() -> None:
     request, output = make()
-    request.tokens.append(2)
+    request.branches[0].tokens.append(2)
     finish(request, "error")
     request.error = "broken"
     tokens = output.show()
@@ -80,7 +84,7 @@ def test_an_error_ends_without_a_token() -> None:
 def test_a_mailbox_gets_the_same_tokens_and_the_end_of_an_abort() -> None:
     mailbox: deque[Token] = deque()
     request, output = make(mailbox=mailbox)
-    request.tokens.append(2)
+    request.branches[0].tokens.append(2)
     tokens = output.show()
     output.show_abort()
     assert shown(mailbox) == [*shown(tokens), (None, "", "abort")]
@@ -89,5 +93,5 @@ def test_a_mailbox_gets_the_same_tokens_and_the_end_of_an_abort() -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     request, _ = make()
     output = Output(request, 3, None, None)
-    request.tokens.append(2)
+    request.branches[0].tokens.append(2)
     assert shown(output.show()) == [(2, "", None)]

@@ -76,7 +76,7 @@ def chunk(start: int, ids: list[int], pages: list[int]) -> Batch:
         input_ids=np.array(ids, np.int64), positions=place.astype(np.int64),
         slot_mapping=np.array(pages, np.int64)[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE,
         page_table=np.array([pages], np.int32), seq_lens=np.array([end], np.int32),
-        cu_seqlens_q=np.array([0, len(ids)], np.int32), logit_rows=np.array([len(ids) - 1], np.int64), requests=(),
+        cu_seqlens_q=np.array([0, len(ids)], np.int32), logit_rows=np.array([len(ids) - 1], np.int64),
     )  # fmt: skip
 
 

@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 from octavo.compiler.errors import RequestError
 from octavo.runtime.engine import Engine
-from octavo.runtime.kv_cache import PagePool
-from octavo.runtime.request import Request, Status
+from octavo.runtime.paged_memory import PagedMemory
+from octavo.runtime.prefix_cache import SHARED_KEY
+from octavo.runtime.recovery import recover
+from octavo.runtime.request import Branch, Request, Status
+from octavo.runtime.sampler import Sampled
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler
 
@@ -18,12 +21,14 @@ Greedy = Callable[..., list[int]]
 
 def make_scheduler(num_pages: int = 9, page_size: int = 4, **options: Any) -> Scheduler:
     given = {"max_model_len": 64, "max_batch_tokens": 8, "max_requests": 4, **options}
-    return Scheduler(PagePool(num_pages), page_size, **given)
+    return Scheduler(PagedMemory(num_pages, page_size, use_prefix_cache=False), **given)
 
 
 def add(scheduler: Scheduler, request_id: int, prompt_len: int, max_tokens: int) -> Request:
-    max_len = scheduler.max_len(prompt_len, max_tokens)
-    request = Request(request_id, prompt_len, list(range(1, prompt_len + 1)), SamplingParams(), max_len)
+    params = SamplingParams(max_tokens=max_tokens)
+    max_len = scheduler.max_len(prompt_len, params)
+    branch = Branch(0, list(range(1, prompt_len + 1)), scheduler.memory.new_table(SHARED_KEY))
+    request = Request(request_id, prompt_len, params, max_len, [branch])
     scheduler.add(request)
     return request
 
@@ -33,7 +38,7 @@ def step(scheduler: Scheduler, token: int = 7) -> list[tuple[int, int, int]]:
     chunks = scheduler.schedule()
     scheduler.check()
     shown = [(chunk.request.request_id, chunk.start, chunk.length) for chunk in chunks]
-    scheduler.commit(chunks, [token for chunk in chunks if chunk.is_sampled])
+    scheduler.commit(chunks, [[Sampled(token)] for chunk in chunks if chunk.is_sampled])
     scheduler.check()
     return shown
 
@@ -77,14 +82,18 @@ def test_the_youngest_gives_way_and_is_computed_again() -> None:
     for position in range(4, 8):
         assert step(scheduler) == [(0, position, 1), (1, position, 1)]
     assert step(scheduler) == [(0, 8, 1)], "the old one needs a third page"
-    assert young.status is Status.WAITING and young.pages == [] and scheduler.num_preemptions == 1
+    assert (
+        young.status is Status.WAITING
+        and young.branches[0].table.is_empty
+        and scheduler.stats.num_preemptions == 1
+    )
     while old.status is not Status.FINISHED:
         assert step(scheduler)[0][0] == 0
     assert step(scheduler) == [(1, 0, 8)], "its prompt and the tokens it had generated"
-    assert young.tokens == [1, 2, 3, 4, 7, 7, 7, 7, 7]
+    assert young.branches[0].tokens == [1, 2, 3, 4, 7, 7, 7, 7, 7]
     step(scheduler)
-    assert young.finish_reason == "length" and len(young.tokens) == 10
-    assert scheduler.pool.num_free == 4
+    assert young.finish_reason == "length" and len(young.branches[0].tokens) == 10
+    assert scheduler.memory.pool.num_free == 4
 
 
 def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
@@ -95,7 +104,7 @@ def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
     order = []
     while scheduler.requests:
         order += [request_id for request_id, start, _ in step(scheduler) if start == 0]
-    assert scheduler.num_preemptions > 0
+    assert scheduler.stats.num_preemptions > 0
     assert order == sorted(order), "no one overtakes"
 
 
@@ -111,23 +120,26 @@ def test_an_interrupted_step_is_simply_run_again() -> None:
 
 def test_what_can_never_run_is_refused() -> None:
     scheduler = make_scheduler(num_pages=5, max_model_len=30)
-    assert scheduler.max_len(10, 7) == 17 and scheduler.max_len(16, None) == 17
+    assert (
+        scheduler.max_len(10, SamplingParams(max_tokens=7)) == 17
+        and scheduler.max_len(16, SamplingParams(max_tokens=None)) == 17
+    )
     with pytest.raises(
         RequestError, match=r"within the pool's 17 tokens \(4 pages of 4\), got a prompt of 17; raise"
     ):
-        scheduler.max_len(17, None)
+        scheduler.max_len(17, SamplingParams(max_tokens=None))
     with pytest.raises(
         RequestError, match=r"within the pool's 17 tokens .* got a prompt of 10 and max_tokens 8"
     ):
-        scheduler.max_len(10, 8)
+        scheduler.max_len(10, SamplingParams(max_tokens=8))
     with pytest.raises(RequestError, match=r"within the model's 30 tokens, got a prompt of 30; shorten"):
-        scheduler.max_len(30, None)
+        scheduler.max_len(30, SamplingParams(max_tokens=None))
     with pytest.raises(
         RequestError, match=r"within the model's 30 tokens, got a prompt of 3 and max_tokens 28"
     ):
-        scheduler.max_len(3, 28)
+        scheduler.max_len(3, SamplingParams(max_tokens=28))
     with pytest.raises(RequestError, match=r"at most 8 tokens \(one step\) without chunked prefill, got 9"):
-        make_scheduler(chunked_prefill=False).max_len(9, 1)
+        make_scheduler(chunked_prefill=False).max_len(9, SamplingParams(max_tokens=1))
 
 
 def test_the_longest_request_that_fits_runs_alone_to_its_end() -> None:
@@ -135,7 +147,10 @@ def test_the_longest_request_that_fits_runs_alone_to_its_end() -> None:
     request = add(scheduler, 0, 9, 8)
     while scheduler.requests:
         step(scheduler)
-    assert len(request.tokens) == scheduler.capacity_tokens == 17 and scheduler.num_preemptions == 0
+    assert (
+        len(request.branches[0].tokens) == scheduler.capacity_tokens == 17
+        and scheduler.stats.num_preemptions == 0
+    )
 
 
 def test_finishing_in_any_state_returns_the_pages() -> None:
@@ -143,11 +158,14 @@ def test_finishing_in_any_state_returns_the_pages() -> None:
     requests = [add(scheduler, i, 4, 9) for i in range(4)]
     for _ in range(5):
         step(scheduler)
-    assert {r.status for r in requests} == {Status.RUNNING, Status.WAITING} and scheduler.num_preemptions > 0
+    assert {r.status for r in requests} == {
+        Status.RUNNING,
+        Status.WAITING,
+    } and scheduler.stats.num_preemptions > 0
     for request in requests:
         scheduler.finish(request, "abort")
         scheduler.check()
-    assert scheduler.pool.num_free == 3 and all(r.finish_reason == "abort" for r in requests)
+    assert scheduler.memory.pool.num_free == 3 and all(r.finish_reason == "abort" for r in requests)
 
 
 _prompts = st.lists(
@@ -208,7 +226,7 @@ def test_whatever_the_limits_every_request_ends_with_its_own_tokens(
         steps += 1
         assert steps < 2000, "no progress"
     assert answers == wanted
-    assert engine.pool.num_free == engine.pool.capacity
+    assert engine.memory.pool.num_free == engine.memory.pool.capacity
     batches: list[dict[str, int]] = engine.runner.batches  # type: ignore[attr-defined]
     assert all(0 < batch["T"] <= budget and batch["R"] <= max_requests for batch in batches)
 
@@ -226,14 +244,18 @@ def test_recover_drops_lost_pages_and_ends_what_had_ended() -> None:
     scheduler = make_scheduler()
     first, second = add(scheduler, 0, 2, 1), add(scheduler, 1, 6, 4)
     chunks = scheduler.schedule()
-    scheduler.pool.allocate(2)  # pages on their way to nobody
+    scheduler.memory.pool.allocate(2)  # pages on their way to nobody
     scheduler.running.reverse()
-    first.tokens.append(7)  # the token that ends it, before its end was recorded
-    scheduler.recover()
+    first.branches[0].tokens.append(7)  # the token that ends it, before its end was recorded
+    recover(scheduler)
     scheduler.check()
-    assert first.finish_reason == "length" and first.pages == [] and list(scheduler.requests) == [1]
-    assert scheduler.running == [second] and second.num_computed == 0
+    assert (
+        first.finish_reason == "length"
+        and first.branches[0].table.is_empty
+        and list(scheduler.requests) == [1]
+    )
+    assert scheduler.running == [second] and second.branches[0].table.num_tokens == 0
     assert [c.request for c in chunks] == [first, second]
     while scheduler.requests:
         step(scheduler)
-    assert second.tokens == [1, 2, 3, 4, 5, 6, 7, 7, 7, 7] and scheduler.pool.num_free == 8
+    assert second.branches[0].tokens == [1, 2, 3, 4, 5, 6, 7, 7, 7, 7] and scheduler.memory.pool.num_free == 8

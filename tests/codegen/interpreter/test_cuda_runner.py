@@ -113,7 +113,7 @@ def decode_batch(lengths: list[int]) -> Batch:
     return Batch(
         input_ids=np.arange(7, 7 + count), positions=positions, slot_mapping=slots.astype(np.int64), page_table=table,
         seq_lens=np.array(lengths, np.int32), cu_seqlens_q=np.arange(count + 1, dtype=np.int32),
-        logit_rows=np.arange(count), requests=(),
+        logit_rows=np.arange(count),
     )  # fmt: skip
 
 

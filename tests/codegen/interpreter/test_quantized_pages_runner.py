@@ -43,7 +43,7 @@ def step(starts: Sequence[int], ends: Sequence[int]) -> Batch:
     return Batch(
         input_ids=(positions * 31 + 5) % 96, positions=positions, slot_mapping=np.concatenate(slots).astype(np.int64),
         page_table=table, seq_lens=np.array(ends, np.int32), cu_seqlens_q=new.astype(np.int32),
-        logit_rows=(new[1:] - 1).astype(np.int64), requests=(),
+        logit_rows=(new[1:] - 1).astype(np.int64),
     )  # fmt: skip
 
 
