@@ -150,6 +150,13 @@ def run(
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that were there become less likely, as in Hugging Face.")
+    ] = 1.0,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The answer is JSON that this schema accepts.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole answer matches this expression.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print times and tokens/s at the end.")] = False,
     traceback: Trace = False,
 ) -> None:
@@ -159,14 +166,26 @@ def run(
 
     Example: git diff | octavo run smol.octavo --system "Summarize this change." --stats
 
+    Example: octavo run smol.octavo "Is the sky blue?" --regex "yes|no"
+
     Without a tokenizer in the artifact, prompts are token ids ("12 7 99") and so is the answer. In a
     dialogue, Ctrl-C ends an answer and Ctrl-D the dialogue.
     """
     with exit_codes(traceback), starting():
-        from octavo.compiler.commands.run import Choices, run
+        from octavo.compiler.commands.run import Choices, read_structured, run
         from octavo.runtime.sampling_params import SamplingParams
     with exit_codes(traceback):
-        params = SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()))
+        params = SamplingParams(
+            max_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            stop=tuple(stop or ()),
+            repetition_penalty=repetition_penalty,
+            structured=read_structured(json_schema, regex),
+        )
         run(Choices(artifact, prompt, prompts_file, chat, system, params, stats))
 
 

@@ -15,7 +15,7 @@ from octavo.compiler.compiled import load
 from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
 from octavo.runtime.request import Token
-from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.sampling_params import SamplingParams, Structured
 
 Prompt = str | list[int]
 Message = dict[str, str]
@@ -32,6 +32,20 @@ class Choices:
     system: str | None
     params: SamplingParams
     stats: bool
+
+
+def read_structured(json_schema: Path | None, regex: str | None) -> Structured | None:
+    """What the answer must be, by the schema in a file or by an expression."""
+    if json_schema is not None and regex is not None:
+        raise OptionError("regex: expected --json-schema or --regex, got both")
+    if regex is not None:
+        return Structured.regex(regex)
+    if json_schema is None:
+        return None
+    try:
+        return Structured.json_schema(json_schema.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"json-schema: {json_schema} cannot be read: {error}") from None
 
 
 def run(choices: Choices) -> None:

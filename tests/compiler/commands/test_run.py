@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,29 @@ def test_run_stops(chat_artifact: Path, run: Run) -> None:
         "run", chat_artifact, "Why?", "--raw", "--max-tokens", 12, "--stop", "nowhere", "--stop", first
     )[1]
     assert cut.startswith(out.removesuffix("\n")) and first not in out
+
+
+def test_run_answers_in_the_form_asked_for(chat_artifact: Path, run: Run, tmp_path: Path) -> None:
+    ask = ("run", chat_artifact, "Why?", "--raw", "--max-tokens", 40)
+    assert re.fullmatch("(yes|no){3}\n", run(*ask, "--regex", "(yes|no){3}")[1])
+    (tmp_path / "schema").write_text('{"enum": [{"a": [1, 2]}, {"b": null}]}')
+    schema = ("--json-schema", tmp_path / "schema")
+    assert json.loads(run(*ask, *schema, "--temperature", 5, "--seed", 3)[1]) in ({"a": [1, 2]}, {"b": None})
+    for options, said in (
+        ((*schema, "--regex", "a"), "expected --json-schema or --regex, got both"),
+        (("--json-schema", tmp_path / "none"), "none cannot be read"),
+        (("--regex", "(a"), "unclosed group"),
+    ):
+        code, out, err = run(*ask, *options)
+        assert (code, out) == (2, "") and said in err
+
+
+def test_a_repetition_penalty_changes_the_answer(chat_artifact: Path, run: Run) -> None:
+    params = octavo.SamplingParams(max_tokens=12, repetition_penalty=5.0)
+    expected = octavo.load(chat_artifact).generate("Why?", params)[0].text
+    options = ("--raw", "--max-tokens", 12)
+    assert run("run", chat_artifact, "Why?", *options, "--repetition-penalty", 5)[1] == f"{expected}\n"
+    assert run("run", chat_artifact, "Why?", *options)[1] != f"{expected}\n"
 
 
 def test_run_with_token_ids(id_artifact: Path, run: Run) -> None:
