@@ -64,6 +64,21 @@ def test_params_that_ask_for_nothing_need_no_state() -> None:
     assert new_token_state(idle, 3, {1}) is None
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(min_tokens=1),
+        SamplingParams(logit_bias={3: 1}),
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(frequency_penalty=0.1),
+        SamplingParams(presence_penalty=-0.1),
+    ],
+)
+def test_whatever_is_asked_for_needs_a_state(params: SamplingParams) -> None:
+    assert new_token_state(params, 3, {1}) is not None
+    assert new_token_state(SamplingParams(), 3, {1}, OddFirst()) is not None
+
+
 @settings(deadline=None)
 @given(_tokens.filter(len), _tokens, st.floats(0.3, 3))
 def test_repetition_is_hugging_face_s_of_prompt_and_answer(
