@@ -21,6 +21,7 @@ from octavo.compiler.calibration_data import Calibration, calibration_sequences
 from octavo.compiler.capture import capture
 from octavo.compiler.checkpoints.checkpoint import Checkpoint
 from octavo.compiler.checkpoints.quantize_given import REST, quantize_given
+from octavo.compiler.checkpoints.sources import Sources
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump import print_graph
@@ -158,7 +159,7 @@ def finish(
     tokenizer_files: Mapping[str, bytes], reference: nn.Module,
 ) -> Compiled:  # fmt: skip
     """Lowered graph -> quantised, where that is asked for -> artifact, opened, and compared with `reference`."""
-    job = _quantized(job, lowered, dumps, bars)
+    job = _quantized(job, lowered, dumps, bars, reference)
     try:
         built = build(lowered.graph_module, job.target, job.settings.page_size, bars("kernels"))
     except OctavoError as error:
@@ -180,11 +181,13 @@ def finish(
     return compiled
 
 
-def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars) -> Job:
+def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model: nn.Module) -> Job:
     """Quantise the graph in place as the options say; the job then knows how it was done."""
     config = job.options.quantize
     if config is None:
         return job
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+    sources = None if job.steps_done else Sources(lowered.graph_module, shapes)
     layout = "linear" if job.target.family == "cpp" else "swizzled_128x4"
     prove = None if job.options.verify == "off" else prove_quantized
     try:
@@ -203,6 +206,8 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars) -> Job
             dumps.fail("quantize", error)
         raise
     lowered.reports += reports
+    if sources is not None:
+        provenance["sources"] = sources.as_dict(provenance["plan"])
     return replace(job, provenance={**job.provenance, "quantization": provenance})
 
 

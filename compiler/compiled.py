@@ -2,11 +2,12 @@
 
 import functools
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.chat import Message, encode_chat
@@ -106,6 +107,25 @@ class Compiled:
             shutil.rmtree(final)
         shutil.copytree(self.path, final)
         return final
+
+    def export_checkpoint(
+        self, path: Path | str, source: Any, layout: Literal["modelopt", "compressed-tensors"] = "modelopt"
+    ) -> Path:
+        """Write the quantised model as a Hugging Face directory that other engines load: codes and scales as they are.
+
+        path    of the directory, which must not be there
+        source  the directory that the model was loaded from, or the model itself: what is not quantised comes from it
+        Raises CheckpointError, which names the tensor, for what the layout has no words for. Outer scales are those of
+        the artifact in "modelopt"; "compressed-tensors" holds their reciprocals, which may be off in the last bit.
+        """
+        # It needs torch, which serving does not.
+        export: Any = import_module("octavo.compiler.checkpoints.export")
+        with tempfile.TemporaryDirectory() as folder:
+            if hasattr(source, "save_pretrained"):
+                source.save_pretrained(folder)
+                source = folder
+            written: Path = export.export_checkpoint(self.artifact, Path(source), Path(path), layout)
+        return written
 
     def report(self) -> Report:
         """Passes with their proofs, kernels with their evidence, memory and times."""

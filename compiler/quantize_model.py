@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from octavo.compiler.calibration import MOE, calibrate
+from octavo.compiler.checkpoints.sources import outer_runs
 from octavo.compiler.choose_formats import choose_formats
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.nvfp4 import RECIPE
@@ -78,25 +79,30 @@ def quantize_on(
 
 
 class _Counted:
-    """A WeightQuantizer that notes with which bounds of the block scales weights were made."""
+    """A WeightQuantizer that notes with which bounds of the block scales weights were made, and their outer scales."""
 
     def __init__(self, quantizer: Callable[[str, Tensor, Format], QuantizedWeight]) -> None:
         self.quantizer = quantizer
         self.bounds: set[float] = set()
+        self.outers: dict[str, list[list[float]]] = {}
 
     def __call__(self, name: str, weight: Tensor, format: Format) -> QuantizedWeight:
         parts = self.quantizer(name, weight, format)
         if parts.scales is not None:
             self.bounds.add(parts.e4m3_max)
+            self.outers[name] = outer_runs(parts)
         return parts
 
 
 def _provenance(
     config: QuantConfig, observed: Observed | None, plan: PrecisionPlan, quantizer: _Counted
 ) -> dict[str, Any]:
-    """recipe, e4m3_max: of NVFP4 weights, the largest block scale that outer scales were made for."""
+    """recipe, e4m3_max: of NVFP4 weights, the largest block scale that outer scales were made for.
+
+    outer_scales: those of NVFP4 weights, [rows, scale] one after another; kernels have them in alpha.
+    """
     calibration = None if observed is None else {"tokens": observed.tokens, "sha256": observed.digest}
     return {
         "recipe": RECIPE, "e4m3_max": max(quantizer.bounds, default=None), "config": asdict(config),
-        "calibration": calibration, "plan": plan.as_dict(),
+        "calibration": calibration, "plan": plan.as_dict(), "outer_scales": quantizer.outers,
     }  # fmt: skip

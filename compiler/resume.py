@@ -158,8 +158,8 @@ class _Source:
         target, before = load_target(options.target), load_target(self.summary["target"])
         if self.index > len(PIPELINE) and target.family != before.family:
             raise OptionError(
-                f"from: {self.path} holds block scales as {before.name} reads them, got target {target.name}; go on from "
-                f"a graph before {QUANTIZE[1].name}"
+                f"from: {self.path} holds block scales as {before.name} reads them, got target {target.name}; go "
+                f"on from a graph before {QUANTIZE[1].name}"
             )
         if options.quantize is not None:
             check_target(options.quantize.mode, target)

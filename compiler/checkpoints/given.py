@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from octavo.compiler.checkpoints.checkpoint import Checkpoint
+from octavo.compiler.checkpoints.sources import made_rows, modules_of
 from octavo.compiler.checkpoints.stored import StoredWeight
 from octavo.compiler.errors import CheckpointError
 from octavo.compiler.nvfp4 import E4M3_MAX
@@ -21,11 +22,6 @@ from octavo.passes.assign_precision import holds
 from octavo.passes.products import PAGES, Product, find_pages, find_products, source_weights
 from octavo.passes.rewrite import Recipe
 
-# Modules of experts that a model stacks in one parameter, as files name them: gates and ups, or downs.
-STACKED = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
 # Formats whose inputs are quantised.
 SCALED = ("nvfp4", "fp8")
 
@@ -107,22 +103,8 @@ class GivenWeights:
     def _source(self, leaf: str) -> list[str]:
         """Modules of the checkpoint that a weight of the model is made of, in order; none where it is plain."""
         if leaf not in self.sources:
-            module = leaf.removesuffix(".weight")
-            known = [module] if module in self.checkpoint.groups else self._experts(leaf)
-            self.sources[leaf] = known
+            self.sources[leaf] = modules_of(leaf, self.checkpoint.groups)
         return self.sources[leaf]
-
-    def _experts(self, leaf: str) -> list[str]:
-        prefix, _, name = leaf.rpartition(".")
-        for parent in (prefix, prefix.replace(".mlp.", ".block_sparse_moe.")):
-            for ends in STACKED.get(name, ()):
-                found: list[str] = []
-                while f"{parent}.{len(found) // len(ends)}.{ends[0]}" in self.checkpoint.groups:
-                    expert = len(found) // len(ends)
-                    found += [f"{parent}.{expert}.{end}" for end in ends]
-                if found:
-                    return found
-        return []
 
     def _precision(self, product: Product, modules: Sequence[str]) -> ProductPrecision:
         formats: set[tuple[Format, bool]] = {
@@ -180,7 +162,7 @@ class GivenWeights:
             leaf: _numbers(starts[leaf], parts, weight.dim())
             for leaf, parts in zip(leaves, stored, strict=True)
         }
-        rows = _same_in_every_column(name, _made(name, self.recipes, numbers), total).reshape(-1)
+        rows = made_rows(name, self.recipes, numbers, total)
         flat = [part for parts in stored for part in parts]
         result = _gather(flat, rows, weight.shape)
         _check_values(name, result, weight, self.dtype)
@@ -206,23 +188,6 @@ def _count_experts(parts: Sequence[StoredWeight]) -> int:
     """Parts are those of expert 0, of expert 1, ...: as many as have the first one's last name."""
     last = parts[0].name.rpartition(".")[2]
     return sum(part.name.rpartition(".")[2] == last for part in parts)
-
-
-def _made(name: str, known: Mapping[str, Recipe], numbers: Mapping[str, Tensor]) -> Tensor:
-    recipe = known.get(name)
-    if recipe is None:
-        return numbers[name]
-    return recipe.make([_made(source, known, numbers) for source in recipe.sources])
-
-
-def _same_in_every_column(name: str, numbers: Tensor, total: int) -> Tensor:
-    rows = numbers[..., :1]
-    if not bool((numbers == rows).all()) or not bool(((rows >= 0) & (rows < total)).all()):
-        raise CheckpointError(
-            f"{name}: the passes made this weight of others in another way than row by row, so the checkpoint's codes "
-            "cannot be kept"
-        )
-    return rows.long()
 
 
 def _gather(stored: Sequence[StoredWeight], rows: Tensor, shape: Sequence[int]) -> QuantizedWeight:

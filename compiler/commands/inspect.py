@@ -18,6 +18,7 @@ from octavo.compiler.report import Report, plain_table, size_text, titled
 from octavo.runtime.model_runner import page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
+UNSEEN = ("config", "calibration", "plan", "outer_scales", "sources")  # of what is told of quantisation
 
 
 def show_artifact(path: Path, as_json: bool, plot: Path | None = None) -> None:
@@ -99,7 +100,7 @@ def _quantization(provenance: Mapping[str, Any] | None) -> dict[str, dict[str, A
     if provenance is None:
         return {}
     facts = {**provenance["config"], **provenance, **(provenance["calibration"] or {})}
-    return {"quantization": {k: v for k, v in facts.items() if k not in ("config", "calibration", "plan")}}
+    return {"quantization": {k: v for k, v in facts.items() if k not in UNSEEN}}
 
 
 def _types(types: Mapping[str, str]) -> dict[str, dict[str, Any]]:
