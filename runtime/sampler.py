@@ -30,12 +30,11 @@ class RandomKey:
     """Names a stream of random numbers: (seed, stream) with 0 <= each < 2**64.
 
     A request's own seed gives (seed, 0); otherwise it is (engine's seed, request id + 1), so the two never
-    meet. branch: which of a request's branches draws.
+    meet.
     """
 
     seed: int
     stream: int
-    branch: int = 0
 
 
 class Row(NamedTuple):
@@ -68,7 +67,7 @@ def uniform(key: RandomKey, position: int) -> float:
 
     Only the raw bits of numpy's Philox are used: those are stable between numpy versions.
     """
-    counter = np.array([0, position, SAMPLE_STREAM, key.branch], np.uint64)
+    counter = np.array([0, position, SAMPLE_STREAM, 0], np.uint64)
     bits = np.random.Philox(key=np.array([key.seed, key.stream], np.uint64), counter=counter).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 

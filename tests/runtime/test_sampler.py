@@ -269,14 +269,6 @@ def test_no_rows_no_tokens() -> None:
     assert sample(np.zeros((0, 5), np.float32), []) == []
 
 
-def test_branches_of_a_request_draw_their_own_numbers() -> None:
-    points = {uniform(RandomKey(5, 1, branch), at) for branch in range(4) for at in range(100)}
-    assert len(points) == 400
-    assert uniform(RandomKey(5, 1, 0), 3) == uniform(RandomKey(5, 1), 3)
-    word = philox([1, 3, 0, 2], [5, 1])
-    assert uniform(RandomKey(5, 1, 2), 3) == (word >> 11) * 2.0**-53
-
-
 @settings(deadline=None)
 @given(st.lists(st.floats(-2000, 2000, width=32), min_size=1, max_size=30), st.integers(0, 20))
 def test_logprobs_are_those_of_the_model_whatever_is_done_to_logits(row: list[float], count: int) -> None:
