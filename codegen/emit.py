@@ -13,7 +13,8 @@ from octavo.compiler.dims import CACHE_NAME, dim_names, dtype_name, is_view, lea
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.legality import named_arguments
 from octavo.compiler.origin import where
-from octavo.compiler.program import ITEM_BYTES, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+from octavo.compiler.page_groups import page_windows
+from octavo.compiler.program import ITEM_BYTES, Buffer, BufferKind, Dim, Program, Step, step_input
 from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
 
 ORDER: tuple[BufferKind, ...] = ("input", "cache", "weight", "output", "workspace")
@@ -39,7 +40,9 @@ def emit(
         elif node.op == "call_function":
             emitter.add_call(node, specs.get(node))
     buffers = sorted(emitter.buffers.values(), key=lambda buffer: ORDER.index(buffer.kind))
-    return Program(tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size)
+    return Program(
+        tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size, page_windows(module.graph)
+    )
 
 
 class _Emitter:
@@ -61,8 +64,8 @@ class _Emitter:
         return " + ".join((self.planned, *self.scratch))
 
     def add_placeholder(self, node: fx.Node) -> None:
-        if node.name in STEP_INPUTS:
-            dtype, shape = STEP_INPUTS[node.name]
+        if (filled := step_input(node.name)) is not None:
+            dtype, shape = filled
             self._add(node, Buffer(node.name, "input", dtype, shape))
         elif CACHE_NAME.fullmatch(node.name):
             self._add(

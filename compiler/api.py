@@ -213,7 +213,7 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model:
 
 def _judge(job: Job, lowered: Lowered, compiled: Compiled, reference: nn.Module) -> None:
     """Logits of the artifact: as the model's, or where it is quantised, as those of the quantised graph."""
-    runner = compiled.runner(num_pages=64)
+    runner = compiled.runner(num_pages=64 * len(compiled.artifact.program.page_windows))
     if job.options.quantize is None:
         check_whole_model(reference, compiled.artifact, runner)
     else:
@@ -292,7 +292,8 @@ def _pack(
         "options": {**asdict(job.options), "dump": None, "page_size": job.settings.page_size},
         "provenance": {"capture_route": job.route, "torch": torch.__version__, **job.provenance},
     }  # fmt: skip
-    report = {"passes": summary([*lowered.reports, built.plan]), "kernels": built.kernels, "memory": built.plan.notes,
+    passes = summary([*lowered.reports, built.grouped, built.plan])
+    report = {"passes": passes, "kernels": built.kernels, "memory": built.plan.notes,
               "selections": built.selections, "proof_s": lowered.proof_s,
               **({"precision": lowered.precision} if lowered.precision else {})}  # fmt: skip
     texts = {

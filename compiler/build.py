@@ -27,9 +27,10 @@ from octavo.compiler.step_cost import LOSERS
 from octavo.compiler.target import Target
 from octavo.compiler.type_rules import declared
 from octavo.compiler.weights import Weight
+from octavo.passes.group_pages import group_pages
 from octavo.passes.plan_memory import plan_memory
 from octavo.passes.rewrite import held
-from octavo.passes.rule import PassReport
+from octavo.passes.rule import PassReport, run_pass
 
 LOWERED_GRAPH = "graph/lowered.py"
 Progress = Callable[[str, int, int], None]
@@ -47,6 +48,7 @@ class Built:
     program: Program
     files: dict[str, bytes]
     kernels: list[dict[str, Any]]
+    grouped: PassReport
     plan: PassReport
     selections: list[dict[str, Any]] = field(default_factory=list)
     missing: str = ""
@@ -55,7 +57,11 @@ class Built:
 def build(
     graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None
 ) -> Built:
-    """Choose and build the kernels of a lowered graph. Raises CodegenError for an op without a kernel."""
+    """Group a lowered graph's pages, in place, and choose and build its kernels.
+
+    Raises CodegenError for an op without a kernel.
+    """
+    grouped = run_pass(group_pages, graph_module)
     selections = _selections(graph_module, target)
     plan = PassReport("plan_memory", nodes_before=len(selections), nodes_after=len(selections))
     start = time.perf_counter()
@@ -68,7 +74,7 @@ def build(
     chosen = dict(zip((launch.name for launch in launches), kernels, strict=False))
     specs = {node: _as_chosen(spec, chosen) for node, spec in specs.items()}
     program = emit(graph_module, specs, memory, page_size)
-    built = Built(program, {}, [], plan, _choices(selections, specs))
+    built = Built(program, {}, [], grouped, plan, _choices(selections, specs))
     if target.family == "cpp":
         _build_host(built, program, launches, progress)
     else:

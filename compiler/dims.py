@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from octavo.compiler.errors import IllegalGraphError
-from octavo.compiler.program import STEP_INPUTS, Dim
+from octavo.compiler.program import Dim, step_input
 
 DTYPE_NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "u8",
@@ -40,9 +40,9 @@ def dim_names(graph: fx.Graph) -> dict[sympy.Symbol, str]:
     names: dict[sympy.Symbol, str] = {}
     for node in graph.find_nodes(op="placeholder"):
         shape = node.meta["val"].shape
-        if node.name in STEP_INPUTS:
+        if (filled := step_input(node.name)) is not None:
             # Token inputs are (1, T) in the graph and (T,) in the program.
-            expected = STEP_INPUTS[node.name][1]
+            expected = filled[1]
             pairs = zip(expected, shape[len(shape) - len(expected) :], strict=True)
         elif CACHE_NAME.fullmatch(node.name):
             pairs = zip(("num_pages",), shape[:1], strict=True)

@@ -34,22 +34,32 @@ class StepInputs:
 
 
 def step_inputs(
-    chunks: list[Chunk], page_size: int, num_requests: int, generator: torch.Generator, max_len: int = 64
-) -> StepInputs:
-    """Every request owns pages for max_len tokens; page 0 belongs to nobody, as in the runtime."""
+    chunks: list[Chunk], page_size: int, num_requests: int, generator: torch.Generator, max_len: int = 64,
+    windows: Sequence[int | None] = (None,),
+) -> StepInputs:  # fmt: skip
+    """Every request owns pages for max_len tokens; page 0 belongs to nobody, as in the runtime.
+
+    windows  of the page groups, each of which has pages of its own; those that slid out of a window are page 0
+    """
     columns = -(-max_len // page_size)
-    order = torch.randperm(num_requests * columns, generator=generator) + 1
-    table = order.view(num_requests, columns)
+    order = torch.randperm(len(windows) * num_requests * columns, generator=generator) + 1
     positions = [torch.arange(c.start, c.start + c.length) for c in chunks]
-    slots = [
-        table[c.request, p // page_size] * page_size + p % page_size
-        for c, p in zip(chunks, positions, strict=True)
-    ]
+    tables: dict[str, Tensor] = {}
+    for group, window in enumerate(windows):
+        table = order.view(len(windows), num_requests, columns)[group].clone()
+        for c in chunks if window is not None else ():
+            table[c.request, : max(c.start - (window or 0) + 1, 0) // page_size] = 0
+        slots = [
+            table[c.request, p // page_size] * page_size + p % page_size
+            for c, p in zip(chunks, positions, strict=True)
+        ]
+        suffix = f"_{group}" if group else ""
+        tables[f"slot_mapping{suffix}"] = torch.cat(slots)
+        tables[f"page_table{suffix}"] = torch.stack([table[c.request] for c in chunks]).int()
     ends = torch.tensor([c.length for c in chunks]).cumsum(0)
     tensors = {
         "positions": torch.cat(positions)[None],
-        "slot_mapping": torch.cat(slots),
-        "page_table": torch.stack([table[c.request] for c in chunks]).int(),
+        **tables,
         "seq_lens": torch.tensor([c.start + c.length for c in chunks]).int(),
         "cu_seqlens_q": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
         "logit_rows": ends - 1,
@@ -57,11 +67,14 @@ def step_inputs(
     return StepInputs(tensors, int(order.numel()) + 1)
 
 
-def whole_sequences(sequences: Sequence[Sequence[int]], page_size: int) -> StepInputs:
+def whole_sequences(
+    sequences: Sequence[Sequence[int]], page_size: int, windows: Sequence[int | None] = (None,)
+) -> StepInputs:
     """One step of sequences from their starts, each over pages of its own; logits of every token are wanted."""
     lengths = [len(sequence) for sequence in sequences]
     chunks = [Chunk(i, 0, length) for i, length in enumerate(lengths)]
-    step = step_inputs(chunks, page_size, len(chunks), torch.Generator().manual_seed(0), max(lengths))
+    generator = torch.Generator().manual_seed(0)
+    step = step_inputs(chunks, page_size, len(chunks), generator, max(lengths), windows)
     ids = torch.tensor([[token for sequence in sequences for token in sequence]])
     tokens = {"input_ids": ids, "logit_rows": torch.arange(ids.shape[1])}
     return StepInputs({**step.tensors, **tokens}, step.num_pages)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from octavo.compiler.fresh_inputs import empty_pages, whole_sequences
+from octavo.compiler.page_groups import page_windows
 
 UNIT = 2.0**-24
 PRODUCTS = ("linear.default", "moe.default")  # plain and quantised
@@ -26,7 +27,8 @@ class GraphModel(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        step = whole_sequences(input_ids.tolist(), self.page_size)
+        windows = page_windows(self.graph_module.graph)
+        step = whole_sequences(input_ids.tolist(), self.page_size, windows)
         given = {**step.tensors, "position_ids": position_ids}
         values = [
             given[node.name] if node.name in given else empty_pages(node, step.num_pages) for node in inputs

@@ -1,5 +1,6 @@
 """The launch program of an artifact: buffers, kernels in order, sizes as expressions. Plain data, no torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,19 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "cu_seqlens_q": ("i32", ("R + 1",)),
     "logit_rows": ("i64", ("L",)),
 }
+# Page groups from the second on have tables of their own: page_table_1, slot_mapping_1, ...
+_OF_GROUP = re.compile(r"(page_table|slot_mapping)_([1-9][0-9]{0,4})")
+
+
+def input_and_group(name: str) -> tuple[str, int]:
+    """The name in STEP_INPUTS, and the page group: "page_table_2" is ("page_table", 2)."""
+    found = _OF_GROUP.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def step_input(name: str) -> tuple[str, tuple[Dim, ...]] | None:
+    """Dtype and shape of what the runtime fills in under this name; None: nothing."""
+    return STEP_INPUTS.get(input_and_group(name)[0])
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Program:
 
     workspace     bytes of scratch memory, an expression in DIMS
     page_size     tokens per KV page
-    page_windows  of each page group, how many tokens back its layers look, the token itself counted; None: all
+    page_windows  of each page group, how many keys a query of its layers sees, itself included; None: all
     """
 
     buffers: tuple[Buffer, ...]

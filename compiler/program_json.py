@@ -7,13 +7,26 @@ from typing import Any, get_args
 
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import validate, validate_condition
-from octavo.compiler.program import DIMS, ITEM_BYTES, STEP_INPUTS, Buffer, BufferKind, Dim, Program, Step
+from octavo.compiler.program import (
+    DIMS,
+    ITEM_BYTES,
+    STEP_INPUTS,
+    Buffer,
+    BufferKind,
+    Dim,
+    Program,
+    Step,
+    input_and_group,
+    step_input,
+)  # fmt: skip
 
 MAX_BUFFERS = 200_000
 MAX_STEPS = 200_000
 MAX_ARGS = 256
 MAX_RANK = 8
 MAX_PAGE_SIZE = 65_536
+MAX_WINDOW = 2**31 - 1
+ALL_PAGES = (None,)  # one group, whose layers look back to the start: not written
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,254}")
 _KINDS = get_args(BufferKind)
@@ -28,6 +41,8 @@ def program_to_json(program: Program) -> str:
     }
     parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
     parts += [f'"workspace": {json.dumps(program.workspace)}', f'"page_size": {program.page_size}']
+    if program.page_windows != ALL_PAGES:
+        parts.append(f'"page_windows": {json.dumps(program.page_windows)}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -41,7 +56,8 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
         data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _bad(where, "JSON", error) from None
-    _expect_keys(data, {"buffers", "steps", "workspace", "page_size"}, where)
+    optional = {"page_windows"} & set(data) if isinstance(data, dict) else set()
+    _expect_keys(data, {"buffers", "steps", "workspace", "page_size", *optional}, where)
     rows = _list(data["buffers"], MAX_BUFFERS, f"{where} buffers")
     buffers = tuple(_buffer(row, f"{where} buffer {i}") for i, row in enumerate(rows))
     names = {buffer.name for buffer in buffers}
@@ -52,9 +68,19 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
     page_size = data["page_size"]
     if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
         raise _bad(where, f"page_size of 1 to {MAX_PAGE_SIZE}", page_size)
-    program = Program(buffers, steps, _dim(data["workspace"], DIMS, f"{where} workspace"), page_size)
+    windows = _windows(data.get("page_windows", list(ALL_PAGES)), f"{where} page_windows")
+    program = Program(buffers, steps, _dim(data["workspace"], DIMS, f"{where} workspace"), page_size, windows)
     _check_interface(program, where)
     return program
+
+
+def _windows(values: Any, where: str) -> tuple[int | None, ...]:
+    windows = _list(values, MAX_BUFFERS, where)
+    if not windows or any(
+        w is not None and (type(w) is not int or not 1 <= w <= MAX_WINDOW) for w in windows
+    ):
+        raise _bad(where, f"a window of 1 to {MAX_WINDOW} or null for each page group", values)
+    return tuple(windows)
 
 
 def _buffer(row: Any, where: str) -> Buffer:
@@ -115,7 +141,9 @@ def _dim(value: Any, names: tuple[str, ...], where: str) -> Dim:
 def _check_interface(program: Program, where: str) -> None:
     """What the runtime relies on: step inputs as it fills them, pages it can size, logits it can read."""
     for buffer in program.of_kind("input"):
-        if STEP_INPUTS.get(buffer.name) != (buffer.dtype, buffer.shape):
+        if input_and_group(buffer.name)[1] >= len(program.page_windows):
+            raise _bad(where, f"inputs of {len(program.page_windows)} page groups", buffer.name)
+        if step_input(buffer.name) != (buffer.dtype, buffer.shape):
             known = ", ".join(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in STEP_INPUTS.items())
             raise _bad(
                 where, f"step inputs among {known}", f"{buffer.name} {buffer.dtype} {list(buffer.shape)}"

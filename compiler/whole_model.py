@@ -113,7 +113,7 @@ def _artifact_logits(prompts: Prompts, runner: ModelRunner) -> Rows:
     rows: Rows = []
     for is_last in (False, True):
         chunks = _chunks([len(p) for p in prompts], is_last)
-        rows += [row.copy() for row in runner.run(_batch(prompts, chunks, runner.page_size))]
+        rows += [row.copy() for row in runner.run(_batch(prompts, chunks, runner))]
     return rows
 
 
@@ -148,15 +148,13 @@ def _chunks(lengths: list[int], is_last: bool) -> list[Chunk]:
 
 
 def _batch(
-    prompts: list[np.ndarray[tuple[int], np.dtype[np.int64]]], chunks: list[Chunk], page_size: int
+    prompts: list[np.ndarray[tuple[int], np.dtype[np.int64]]], chunks: list[Chunk], runner: ModelRunner
 ) -> Batch:
-    step = step_inputs(
-        chunks, page_size, len(prompts), torch.Generator().manual_seed(0), max(LENGTHS)
-    ).tensors
-    arrays = {
-        name: np.ascontiguousarray(value.reshape(value.shape[-value.dim() :]).numpy())
-        for name, value in step.items()
-    }
+    generator, windows = torch.Generator().manual_seed(0), runner.page_windows
+    step = step_inputs(chunks, runner.page_size, len(prompts), generator, max(LENGTHS), windows)
+    arrays = {name: np.ascontiguousarray(value.numpy()) for name, value in step.tensors.items()}
+    groups = range(1, len(windows))
+    windowed = tuple((arrays.pop(f"page_table_{g}"), arrays.pop(f"slot_mapping_{g}")) for g in groups)
     arrays["positions"] = arrays["positions"][0]
     ids = np.concatenate([prompts[c.request][c.start : c.start + c.length] for c in chunks])
-    return Batch(input_ids=ids, requests=(), **arrays)
+    return Batch(input_ids=ids, windowed=windowed, **arrays)

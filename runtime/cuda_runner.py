@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
 from octavo.compiler.expression import evaluate, holds
-from octavo.compiler.program import DIMS, ITEM_BYTES
+from octavo.compiler.program import DIMS, ITEM_BYTES, input_and_group
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
@@ -30,6 +30,8 @@ DEFAULT_MAX_REQUESTS = 64
 PAGE_MEMORY_SHARE = 0.9
 MAX_GRAPHS = 64
 MAX_PREPARED = 16
+# What a padded request has for inputs.
+PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 1}
 
 _Launches = list[tuple[str, Any]]
 
@@ -128,17 +130,17 @@ class CudaRunner:
         requests, columns = batch.page_table.shape
         size = next(size for size in self._buckets if size >= requests)
         width = 1 << (columns - 1).bit_length()
-        page_table = np.full((size, width), NULL_PAGE, np.int32)
-        page_table[:requests, :columns] = batch.page_table
-        inputs = {
-            "input_ids": _extended(batch.input_ids, size, 0),
-            "positions": _extended(batch.positions, size, 0),
-            "slot_mapping": _extended(batch.slot_mapping, size, -1),
-            "page_table": page_table,
-            "seq_lens": _extended(batch.seq_lens, size, 1),
+        inputs: dict[str, NDArray[Any]] = {
             "cu_seqlens_q": np.arange(size + 1, dtype=np.int32),
             "logit_rows": np.arange(size, dtype=np.int64),
         }
+        for name, array in batch.inputs.items():
+            kind, _ = input_and_group(name)
+            if kind == "page_table":
+                inputs[name] = np.full((size, width), NULL_PAGE, np.int32)
+                inputs[name][:requests, :columns] = array
+            elif kind in PADDING:
+                inputs[name] = _extended(array, size, PADDING[kind])
         return inputs, {**dims, "T": size, "R": size, "L": size, "P": width}
 
     def _graph(self, dims: Mapping[str, int]) -> int:

@@ -49,6 +49,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.ops.*": 2,
     "octavo.compiler.legality": 2,
     "octavo.compiler.paging_rules": 2,
+    "octavo.compiler.page_groups": 2,
     "octavo.compiler.origin": 2,
     "octavo.compiler.token_flow": 2,
     "octavo.compiler.token_rules": 2,

@@ -43,6 +43,22 @@ def test_pages_are_nobody_elses_and_never_the_null_page() -> None:
     assert step.num_pages == 10
 
 
+def test_groups_have_pages_of_their_own_but_for_those_behind_their_window() -> None:
+    chunks = [Chunk(0, 9, 2), Chunk(1, 8, 1)]
+    step = step_inputs(chunks, 4, 2, torch.Generator().manual_seed(0), 12, (None, 6, 5))
+    tables = [step.tensors[name] for name in ("page_table", "page_table_1", "page_table_2")]
+    pages = torch.cat([table.flatten() for table in tables])
+    assert sorted(pages[pages > 0].tolist()) == sorted(set(pages[pages > 0].tolist()))
+    # token 9 sees 4 to 9 or 5 to 9, token 8 sees 3 to 8 or 4 to 8
+    empty = [(table == 0).tolist() for table in tables]
+    assert empty[0] == [[False] * 3] * 2
+    assert empty[1] == [[True, False, False], [False] * 3]
+    assert empty[2] == [[True, False, False]] * 2
+    assert step.num_pages == 19
+    for table, name in zip(tables, ("slot_mapping", "slot_mapping_1", "slot_mapping_2"), strict=True):
+        assert (step.tensors[name] // 4).tolist() == [table[0, 2], table[0, 2], table[1, 2]]
+
+
 def test_floats_have_small_rows_and_weights_their_scale() -> None:
     generator = torch.Generator().manual_seed(0)
     x = random_floats([1, 5, 64], BF16, generator)

@@ -33,6 +33,44 @@ def test_round_trip_is_exact_and_stable() -> None:
     assert program_to_json(program_from_json(text)) == text
 
 
+GROUPED = replace(
+    PROGRAM,
+    buffers=(
+        *PROGRAM.buffers,
+        Buffer("page_table_1", "input", *STEP_INPUTS["page_table"]),
+        Buffer("slot_mapping_2", "input", *STEP_INPUTS["slot_mapping"]),
+    ),
+    page_windows=(None, 4096, 512),
+)
+
+
+def test_page_groups_are_kept_and_one_without_a_window_is_not_written() -> None:
+    assert program_from_json(program_to_json(GROUPED)) == GROUPED
+    assert "page_windows" not in program_to_json(PROGRAM)
+    assert program_from_json(program_to_json(replace(PROGRAM, page_windows=(7,)))).page_windows == (7,)
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([None, 4096], "inputs of 2 page groups, got slot_mapping_2"), ([], "for each page group"),
+        ([None, 0, 1], "a window of 1 to"), ([None, True, 1], "a window of 1 to"), ([None, "1", 1], "a window of 1 to"),
+        ([None, 2**31, 1], "a window of 1 to"), (None, "a list of at most"),
+    ],
+)  # fmt: skip
+def test_windows_that_are_none_are_refused(windows: Any, expected: str) -> None:
+    data = json.loads(program_to_json(GROUPED)) | {"page_windows": windows}
+    with pytest.raises(ArtifactError, match=rf"program\.json(.|\n)*{expected}"):
+        program_from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("name", ["page_table_0", "page_table_01", "seq_lens_1", "page_table_1_1"])
+def test_other_inputs_have_no_groups(name: str) -> None:
+    strange = replace(GROUPED, buffers=(*PROGRAM.buffers, Buffer(name, "input", *STEP_INPUTS["page_table"])))
+    with pytest.raises(ArtifactError, match="step inputs among"):
+        program_from_json(program_to_json(strange))
+
+
 def test_one_buffer_or_step_a_line() -> None:
     lines = program_to_json(PROGRAM).splitlines()
     assert sum('"kernel"' in line for line in lines) == len(PROGRAM.steps)
