@@ -47,9 +47,7 @@ class Grammars:
             ) from None
         try:
             self._tokenizer = self._library.LLTokenizer(
-                tokenizer.to_json(),
-                n_vocab=max(tokenizer.num_ids, model.vocab_size),
-                eos_token=list(model.eos_token_ids),
+                tokenizer.to_json(), eos_token=list(model.eos_token_ids)
             )
         except ValueError as error:
             raise RequestError(
@@ -106,7 +104,9 @@ class GrammarMatcher:
         return GrammarMatcher(self._state.deep_copy())
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Which tokens (vocab,) may follow. ExecutionError where the grammar was left or is too complex here."""
+        """Which tokens (vocab,) may follow; ids that the tokenizer does not have may not. ExecutionError where the
+        grammar was left or is too complex here.
+        """
         packed = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         if self._state.is_error():
             raise ExecutionError(f"structured: the text cannot go on: {_message(self._state)}")

@@ -42,11 +42,6 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    @property
-    def num_ids(self) -> int:
-        """One more than its highest token id."""
-        return 1 + int(max(self._tokenizer.get_vocab(with_added_tokens=True).values()))
-
     def to_json(self) -> str:
         return str(self._tokenizer.to_str())
 

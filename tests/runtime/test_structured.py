@@ -45,7 +45,7 @@ def grammars(num_merges: int = 150) -> Grammars:
 
 
 def model(num_merges: int = 150, eos_token_ids: tuple[int, ...] = (END,)) -> ModelInfo:
-    return ModelInfo("m", tokenizer(num_merges).num_ids + PADDING, 1, 1024, 64, eos_token_ids)
+    return ModelInfo("m", 257 + num_merges + PADDING, 1, 1024, 64, eos_token_ids)
 
 
 def generate(what: Structured, seed: int, temperature: float = 1.0, num_merges: int = 150) -> str:

@@ -140,7 +140,3 @@ def test_settings_of_training_neither_cut_nor_fill_up_a_prompt() -> None:
     assert trained.encode("abcdefgh") == TOKENIZER.encode("abcdefgh")
     assert len(trained.encode("ab")) == 2
     assert FileTokenizer(trained.to_json()).encode("abcdefgh") == TOKENIZER.encode("abcdefgh")
-
-
-def test_ids_are_counted_to_the_highest_with_special_tokens() -> None:
-    assert TOKENIZER.num_ids == 257
