@@ -94,7 +94,8 @@ def compile(
     has it. Weights, dtype, page size, lengths and quantisation are the dump's. `octavo view` shows a dump.
 
     What is quantised first reads some thousand tokens of calibration text. Logits, routers, norms and embeddings stay
-    as they are, unless --include names their modules. The table of passes tells why others stayed.
+    as they are, unless --include names their modules. The table of passes tells why others stayed. A directory of
+    quantised weights (ModelOpt, compressed-tensors, MXFP4) keeps its codes and scales; it needs no option and no text.
 
     Tables of passes and kernels and the time of each phase go to standard error. An artifact at the path is replaced;
     anything else there is left alone.

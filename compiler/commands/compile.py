@@ -56,7 +56,7 @@ def run(choices: Choices) -> None:
 def _compile(choices: Choices, model: str) -> Path:
     target = choices.target or "cpu"
     output = choices.output or default_output(model, target)
-    text = None if choices.calibration is None else _text(choices.calibration)
+    text = None if choices.calibration is None else text_of(choices.calibration)
     quant_config(choices.quantize)  # as the target's name: before the model is loaded
     loaded, load_s = load(model)
     compiled = api.compile(
@@ -117,7 +117,7 @@ def _resume(choices: Choices) -> Path:
     return output
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,6 @@
 """`octavo quantize`: a Hugging Face directory in full precision -> one in NVFP4 that engines load."""
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from octavo.compiler import api
+from octavo.compiler.checkpoints.checkpoint import is_quantized
 from octavo.compiler.checkpoints.convert import Converted, Method, Target, convert
+from octavo.compiler.commands.compile import load, text_of
+from octavo.compiler.errors import CheckpointError
+from octavo.compiler.options import QuantConfig
+from octavo.compiler.precision_table import precision_tables
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.report import plain_table, seconds_line, size_text, titled
 
@@ -19,6 +26,30 @@ def run(source: Path, destination: Path, target: Target, method: Method, keep: S
     with progress_bars() as bars:
         converted = convert(source, destination, target, method, keep, progress=bars("quantise"))
     show(converted, bars.seconds)
+    print(destination)
+
+
+def run_compiled(
+    source: Path, destination: Path, layout: Target, config: QuantConfig | None, calibration: Path | None
+) -> None:
+    """Compile, prove, and write what the artifact holds; tables to standard error, the directory to standard output."""
+    if os.path.lexists(destination):
+        raise CheckpointError(
+            f"{destination}: expected no file there, got one; choose another path or remove it"
+        )
+    if not (source / "config.json").is_file():
+        raise CheckpointError(f"{source}: expected a directory with a config.json, got none")
+    text = None if calibration is None else text_of(calibration)
+    if is_quantized(source):
+        raise CheckpointError(f"{source}: its weights are quantised already; expected bf16, fp16 or fp32")
+    loaded, load_s = load(str(source))
+    compiled = api.compile(loaded.model, tokenizer=loaded.tokenizer, quantize=config, calibration=text)
+    compiled.export_checkpoint(destination, source, layout)
+    console = Console(stderr=True, highlight=False)
+    for table in precision_tables(compiled.report().data["precision"]):
+        console.print(table)
+        console.print()
+    print(f"times:    {seconds_line({'load': load_s, **compiled.seconds})}", file=sys.stderr)
     print(destination)
 
 
