@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.compiler.artifact import Artifact, ModelInfo
@@ -21,6 +20,7 @@ from octavo.runtime.recovery import recover
 from octavo.runtime.request import Branch, Completion, Request, Status, Token, check_prompt
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler
+from octavo.runtime.stats import EngineStats, Snapshot, take_snapshot
 from octavo.runtime.stepper import Stepper
 from octavo.runtime.structured import GrammarMatcher, Grammars
 from octavo.runtime.token_state import new_token_state
@@ -28,27 +28,6 @@ from octavo.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 DEFAULT_MAX_REQUESTS = 64
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made. seconds is the time spent in steps.
-
-    prompt_tokens    of requests whose first token was generated
-    computed_tokens  all that went through the model, with what preemption made it compute again
-    """
-
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    num_preemptions: int = 0
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Generated tokens a second, prefill time included."""
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class Engine:
@@ -155,6 +134,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self.scheduler.requests)
 
+    def snapshot(self) -> Snapshot:
+        """Live figures: pages by state, waste, requests, hits, preemptions, tokens a second."""
+        return take_snapshot(self.scheduler, self.stats, self.runner.page_bytes)
+
     def add_request(
         self,
         prompt: Prompt,
@@ -232,7 +215,7 @@ class Engine:
         try:
             chunks = self.scheduler.schedule()
             if chunks:
-                self.stats.computed_tokens += sum(chunk.length for chunk in chunks)
+                self.stats.count_chunks(chunks)
                 first = [
                     c.request for c in chunks if len(c.branch.tokens) == c.request.prompt_len and c.is_sampled
                 ]

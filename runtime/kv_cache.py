@@ -62,13 +62,13 @@ class PagePool:
 
     def count(self) -> dict[PageState, int]:
         """Pages in each state."""
-        shared = sum(holders > 1 for holders in self._holders)
+        private = self._holders.count(1)
         return {
             PageState.NULL: 1,
             PageState.CLEAN: len(self._clean),
             PageState.CACHED: len(self._cached),
-            PageState.PRIVATE: self.capacity - self.num_free - shared,
-            PageState.SHARED: shared,
+            PageState.PRIVATE: private,
+            PageState.SHARED: self.capacity - self.num_free - private,
         }
 
     def is_shared(self, page: int) -> bool:
