@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import LONGEST, VOCAB
 from numpy.typing import NDArray
-from stages import compiled, model_of
+from stages import model_of
 
 import octavo
 from octavo.compiler.artifact import Artifact
@@ -17,7 +17,9 @@ from octavo.compiler.eager_runner import EagerRunner
 from octavo.compiler.fresh_inputs import Chunk, step_inputs
 from octavo.compiler.options import PageFormat, QuantConfig
 from octavo.runtime.batch import Batch
+from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import NativeRunner, page_bytes
+from octavo.runtime.sampling_params import SamplingParams
 
 LENGTHS, PAGE_SIZE, NUM_PAGES = (19, 8), 4, 40
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
@@ -26,11 +28,16 @@ FORMATS: tuple[PageFormat, ...] = ("bf16", "fp8")
 
 @cache
 def artifact_of(format: PageFormat) -> Artifact:
-    """Layers with a window of 6 and without, verified over pages of their own: what is slid past is the null page."""
+    """A layer with a window of 6 and one without."""
     config = None if format == "bf16" else QuantConfig("bf16", kv=format)
     text = None if config is None else [[i * 7 % VOCAB for i in range(40)]]
     return octavo.compile(
-        model_of("gemma3"), max_model_len=LONGEST, page_size=PAGE_SIZE, quantize=config, calibration=text
+        model_of("gemma3"),
+        max_model_len=LONGEST,
+        page_size=PAGE_SIZE,
+        quantize=config,
+        calibration=text,
+        verify="off",
     ).artifact
 
 
@@ -88,29 +95,31 @@ def test_pages_behind_a_window_are_never_read(format: PageFormat) -> None:
             assert np.abs(row - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize(("num_pages", "num_host_pages"), [(60, 0), (16, 0), (16, 8)])
+def test_an_engine_serves_the_models_own_tokens(num_pages: int, num_host_pages: int) -> None:
+    """With room for all, and where requests push each other out of pages, or to host slots, over pages of nan."""
+    model, artifact, num_tokens = model_of("gemma3"), artifact_of("bf16"), 12
+    prompts = [[1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7] * 6, [2, 2]]
+    runner = NativeRunner(artifact, num_pages, num_host_pages=num_host_pages)
+    for buffer in _caches(runner):
+        buffer.reshape(num_pages, -1)[1:] = 0xFF
+    engine = Engine(runner, artifact.model)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=num_tokens))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            rows = reference_logits(model, torch.tensor([[*prompt, *answer.token_ids]]))[
+                0, len(prompt) - 1 : -1
+            ]
+        assert list(answer.token_ids) == rows.argmax(-1).tolist()
+    assert (engine.stats.num_preemptions > 0) == (num_pages < 60)
+
+
 def test_a_page_takes_the_memory_of_one_layer_not_of_two() -> None:
     elements = 2 * PAGE_SIZE * 2 * 16  # keys and values, of 2 heads
     expected = {"bf16": 4 * elements, "fp8": elements}
     assert {format: page_bytes(artifact_of(format).program) for format in FORMATS} == expected
     multipliers = [name for name in artifact_of("fp8").weights if "multipliers" in name]
     assert multipliers == ["kv_multipliers_0", "kv_multipliers_1"]  # of each layer, though pages are shared
-
-
-def test_pages_of_two_formats_are_one_group() -> None:
-    """NVFP4 is not for layers with a window, so theirs stay as they are."""
-    program = artifact_of("nvfp4").program
-    assert program.page_windows == (None,)
-    names = {b.name for b in program.of_kind("cache")}
-    assert names == {"k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1", "k_scales_1", "v_scales_1"}
-
-
-def test_the_group_of_a_model_whose_layers_all_have_one_window() -> None:
-    program = octavo.compile(model_of("mistral"), max_model_len=LONGEST, verify="off").artifact.program
-    assert program.page_windows == (6,)
-    assert {b.name for b in program.of_kind("cache")} == {
-        f"{kind}_cache_{i}" for kind in "kv" for i in range(2)
-    }
-    assert compiled("llama").artifact.program.page_windows == (None,)
 
 
 def test_the_report_tells_the_groups() -> None:

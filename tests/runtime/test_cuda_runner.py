@@ -178,6 +178,24 @@ def test_logits_of_some_requests_of_a_padded_step(artifact: Artifact) -> None:
     assert run([]).shape == (0, VOCAB)
 
 
+def test_tables_of_page_groups_are_padded_too(artifact: Artifact) -> None:
+    runner = CudaRunner(artifact, 10, max_requests=4, driver=SumsDriver())
+    batch = Batch(
+        input_ids=np.full(3, 4), positions=np.full(3, 10), slot_mapping=np.full(3, 14),
+        page_table=np.array([[1, 2, 3]] * 3, np.int32), seq_lens=np.full(3, 11, np.int32),
+        cu_seqlens_q=np.arange(4, dtype=np.int32), logit_rows=np.arange(3),
+        windowed=((np.array([[0, 5, 6]] * 3, np.int32), np.full(3, 26)),),
+    )  # fmt: skip
+    inputs, dims = runner._padded(batch, batch.dims)
+    assert (dims["T"], dims["P"]) == (4, 4)
+    assert inputs["page_table"].tolist() == [[1, 2, 3, 0]] * 3 + [[0] * 4]
+    assert inputs["page_table_1"].tolist() == [[0, 5, 6, 0]] * 3 + [[0] * 4]
+    assert inputs["slot_mapping"].tolist() == [14] * 3 + [-1]
+    assert inputs["slot_mapping_1"].tolist() == [26] * 3 + [-1]
+    assert inputs["seq_lens"].tolist() == [11] * 3 + [1]
+    assert set(inputs) == {*STEP_INPUTS, "page_table_1", "slot_mapping_1"}
+
+
 @pytest.mark.parametrize(
     ("most", "sizes"),
     [

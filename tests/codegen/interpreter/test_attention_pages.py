@@ -242,6 +242,40 @@ def test_few_tokens_of_each_request(launch: Launch, assert_rounds_to: Check, lay
         assert_rounds_to(out, given.expected, sums=0.5)
 
 
+def slide(given: Step, attention: Attention, lengths: list[tuple[int, int]]) -> int:
+    """Have the null page, all zeros, for pages that slid out of every token's window, which get nan; how many did."""
+    size, table = attention.heads.page_size, given.tensors["page_table"]
+    owned = {int(page) for page in table.flatten() if page != NO_PAGE}
+    null = next(page for page in range(given.dims["num_pages"]) if page not in owned)
+    caches = [given.tensors[name] for name in ("k_cache", "v_cache", "k_scales", "v_scales")]
+    num_slid = 0
+    for request, (new, context) in enumerate(lengths):
+        first = max(context - new + 1 - attention.window, 0) // size
+        for cache in caches:
+            poison(
+                cache, ~torch.isin(torch.arange(len(cache)), table[request, :first])[:, None].expand(-1, size)
+            )
+        table[request, :first] = null
+        num_slid += first
+    for cache in caches:
+        cache.view(torch.uint8)[null] = 0
+    return num_slid
+
+
+@pytest.mark.parametrize("query_length", [1, 4])
+@pytest.mark.parametrize("pages", ["", "fp8", "nvfp4"])
+def test_pages_that_slid_past_a_window_are_the_null_page(
+    launch: Launch, assert_rounds_to: Check, pages: str, query_length: int
+) -> None:
+    """Tiles of 64 keys begin before the window, which begins in the middle of a page of 16."""
+    layer = attention(3, 1, pages=pages, page_size=16, window=22, query_length=query_length)
+    for lengths in ([(1, 120), (1, 70)], [(3, 120), (2, 70)], [(9, 120), (1, 66)]):
+        given = step(layer, lengths)
+        assert slide(given, layer, lengths) > 4
+        _, out = run(launch, attention_spec(layer, B200), given)
+        assert_rounds_to(out, given.expected, sums=0.5)
+
+
 def chain(length: int) -> list[int]:
     """Each token sees all before it; the last of 64 has the sign's bit too."""
     return [(2 << i) - 1 if i < 63 else -1 for i in range(length)]
