@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.compiler.errors import OutOfPages
-from octavo.runtime.kv_cache import NULL_PAGE, PagePool, PageState
+from octavo.runtime.kv_cache import NULL_PAGE, PagePool
 from octavo.runtime.page_moves import Move
 from octavo.runtime.prefix_cache import CacheKey, Hash, Match, Node, PrefixCache, sha256
 
@@ -85,15 +85,17 @@ class PagedMemory:
         for (node, group), page in zip(absent, pages, strict=False):
             self._bring_in(node, group, page)
         fresh = iter(pages[len(absent) :])
+        rows = []
         for group, window in enumerate(self.windows):
             first = match.first[group]
             row: list[int] = [NULL_PAGE] * first + [_page(node, group) for node in match.path[first:]]
             if window is None:
                 row += [next(fresh) for _ in range(wanted - length)]
-            table.groups[group] = row
+            rows.append(row)
         table.slid = list(match.first)
         table.node, table.num_known = (match.path[-1] if match.path else table.root), length
         table.num_tokens = length * self.page_size
+        table.groups = rows  # last: an interrupted table is empty or whole
         return table.num_tokens
 
     def _match(self, tokens: Sequence[int], key: CacheKey) -> Match:
@@ -144,21 +146,20 @@ class PagedMemory:
     def reserve(self, table: PageTable, end: int) -> None:
         """Room to write tokens num_tokens : end, in pages of its own; all or nothing (OutOfPages).
 
-        A shared page that is about to be written is copied first.
+        A shared page that is about to be written is copied first; a page of its own that the prefix cache knows,
+        with other tokens after those that it shared, is forgotten there.
         """
-        start, last = table.num_tokens, self._pages_of(end)
+        first, last = table.num_tokens // self.page_size, self._pages_of(end)
         grown = [self._missing(table, group, last) for group in range(len(self.windows))]
-        first = start // self.page_size
-        copied = [
+        written = [
             (group, index)
             for group, row in enumerate(table.groups)
             for index in range(first, min(last, len(row)))
-            if self.pool.is_shared(row[index])
         ]
-        count = len(copied) + sum(num_new for _, num_new in grown)
-        if count == 0:
-            return
-        fresh = iter(self.pool.allocate(count))
+        copied = [(group, i) for group, i in written if self.pool.is_shared(table.groups[group][i])]
+        fresh = iter(self.pool.allocate(len(copied) + sum(num_new for _, num_new in grown)))
+        for group, index in written:
+            self._overwrite(table.groups[group][index])
         for group, index in copied:
             row = table.groups[group]
             old, new = row[index], next(fresh)
@@ -167,6 +168,12 @@ class PagedMemory:
             self.pool.free([old])
         for row, (num_null, num_new) in zip(table.groups, grown, strict=True):
             row.extend([NULL_PAGE] * num_null + [next(fresh) for _ in range(num_new)])
+
+    def _overwrite(self, page: int) -> None:
+        """A page is written: its only holder may be what shared the beginning of a page that is cached."""
+        if not self.pool.is_shared(page) and self.prefixes.has(page):
+            self.pool.forget(page)
+            self.prefixes.drop_page(page)
 
     def _missing(self, table: PageTable, group: int, last: int) -> tuple[int, int]:
         """(null pages, new pages) that a group's row lacks up to page `last`."""
@@ -224,13 +231,12 @@ class PagedMemory:
         ]
         for row in rows:
             self.pool.share(row)
-        table.groups, table.slid = rows, first
-        table.num_tokens = length
-        table.num_known = min(source.num_known, length // self.page_size)
-        table.node = source.node
-        for _ in range(source.num_known - table.num_known):
-            assert table.node.parent is not None, "a node lacks its parent"
-            table.node = table.node.parent
+        node, num_known = source.node, min(source.num_known, length // self.page_size)
+        for _ in range(source.num_known - num_known):
+            assert node.parent is not None, "a node lacks its parent"
+            node = node.parent
+        table.node, table.num_known, table.num_tokens, table.slid = node, num_known, length, first
+        table.groups = rows  # last: an interrupted table is empty or whole
         return True
 
     def release(self, table: PageTable) -> None:
@@ -262,8 +268,9 @@ class PagedMemory:
             for row in moved:
                 new.share([page for page in row if page in seen])
                 seen.update(row)
-            rows, table.groups = table.groups, moved
+            rows, table.groups = table.groups, [[] for _ in self.windows]
             table.in_host = new is self.host
+            table.groups = moved
             for row in rows:
                 old.free(row)
 
@@ -296,10 +303,10 @@ class PagedMemory:
 
     def _need(self, length: int, prompt_len: int, branches: int, step_tokens: int, shared: bool) -> int:
         total, pages = 0, self._pages_of(length)
-        common = min(length if shared else prompt_len, length) // self.page_size
+        own = 1 if shared else pages - min(prompt_len, length) // self.page_size
         for window in self.windows:
             if window is None:
-                total += pages + (branches - 1) * (pages - common)
+                total += pages + (branches - 1) * own
             else:
                 total += min(pages, self._pages_of(window - 1 + step_tokens) + 1)
                 total += (branches - 1) * (1 if shared else min(pages, self._pages_of(window) + 1))
@@ -317,6 +324,8 @@ class PagedMemory:
         self.prefixes.clear()
         for table in tables:
             table.node, table.num_known = table.root, 0
+            if table.is_empty:  # given up just now
+                table.num_tokens, table.slid, table.in_host = 0, [0] * len(self.windows), False
         self.pool.rebuild([row for table in tables if not table.in_host for row in table.groups])
         self.host.rebuild([row for table in tables if table.in_host for row in table.groups])
 
@@ -326,8 +335,11 @@ class PagedMemory:
         self.pool.check([row for table in tables if not table.in_host for row in table.groups])
         self.host.check([row for table in tables if table.in_host for row in table.groups])
         self.prefixes.check()
-        assert all(self.pool.state(page) is not PageState.CLEAN for page in self.prefixes.pages), (
-            "a clean page is findable"
+        assert self.pool.kept == set(self.prefixes.pages), (
+            "pages are kept and not findable, or findable and not kept"
+        )
+        assert self.host.kept == set(self.prefixes.slots), (
+            "slots are kept and not findable, or findable and not kept"
         )
 
 

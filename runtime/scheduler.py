@@ -191,13 +191,16 @@ class Scheduler:
                     if self._chunk_len(target, budget) == 0:
                         return []
                     self._begin(request, branch)
+                    if branch.table.num_tokens == target:
+                        continue  # all that it needs is its sibling's too
                 length = self._chunk_len(target - branch.table.num_tokens, budget)
                 if length == 0:
                     return []
                 start = branch.table.num_tokens
                 self.memory.reserve(branch.table, start + length)
                 return [Chunk(request, branch, start, length)]
-        raise AssertionError("a request that does not decode has nothing to compute")
+        assert request.is_decoding, "a request that does not decode has nothing to compute"
+        return self._plan(request, budget)
 
     def _begin(self, request: Request, branch: Branch) -> None:
         """Give a branch its pages: those of the sibling it has most in common with, or what the prefix cache has."""

@@ -28,11 +28,17 @@ class FakeRunner:
     Unwritten and freed slots hold garbage, so a wrong page, slot, position or length changes the logits.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_host_pages: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_host_pages = num_host_pages
-        self.page_windows: tuple[int | None, ...] = (None,)
+        self.page_windows = windows
         self.page_bytes = page_size * 16
         self.cache = np.full((num_pages * page_size, 2), -77, np.int64)
         self._pages = HostPages([self.cache.reshape(num_pages, -1)], num_host_pages)
@@ -48,18 +54,27 @@ class FakeRunner:
             raise self.fail_with
         self.batches.append(batch.dims)
         assert all(array.flags.c_contiguous for array in batch.inputs.values())
-        assert (batch.slot_mapping >= self.page_size).all(), "the null page is written"
-        assert len(set(batch.slot_mapping.tolist())) == len(batch.slot_mapping), "two tokens share a slot"
-        self.cache[batch.slot_mapping] = np.stack([batch.input_ids, batch.positions], axis=1)
+        tables = [(batch.page_table, batch.slot_mapping), *batch.windowed]
+        assert len(tables) == len(self.page_windows)
+        slots = np.concatenate([slot_mapping for _, slot_mapping in tables])
+        assert (slots >= self.page_size).all(), "the null page is written"
+        assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
+        self.cache[slots] = np.tile(np.stack([batch.input_ids, batch.positions], axis=1), (len(tables), 1))
         rows = []
         for row in batch.logit_rows.tolist():
             request = int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1
             context = int(batch.seq_lens[request]) - (int(batch.cu_seqlens_q[request + 1]) - 1 - row)
-            rows.append(self._logits(self._history(batch.page_table[request], context)))
+            seen = [
+                self._history(page_table[request], context, window)
+                for (page_table, _), window in zip(tables, self.page_windows, strict=True)
+            ]
+            history = max(seen, key=len)
+            assert all(history[-len(each) :] == each for each in seen), "groups hold different tokens"
+            rows.append(self._logits(history))
         return np.array(rows, np.float32).reshape(len(rows), VOCAB_SIZE)
 
-    def _history(self, pages: NDArray[np.int32], length: int) -> list[int]:
-        index = np.arange(length)
+    def _history(self, pages: NDArray[np.int32], length: int, window: int | None) -> list[int]:
+        index = np.arange(0 if window is None else max(0, length - window), length)
         tokens, positions = self.cache[
             pages[index // self.page_size] * self.page_size + index % self.page_size
         ].T
@@ -83,8 +98,13 @@ def make_engine() -> Callable[..., Engine]:
     """Engine(num_pages=, page_size=, model fields by name, other options of Engine)."""
 
     def make(num_pages: int = 40, page_size: int = 4, tokenizer: Any = None, **options: Any) -> Engine:
-        model = {name: options.pop(name) for name in ("max_model_len", "eos_token_ids") if name in options}
-        return Engine(FakeRunner(num_pages, page_size), make_model(**model), tokenizer, **options)
+        model: dict[str, Any] = {
+            name: options.pop(name) for name in ("max_model_len", "eos_token_ids") if name in options
+        }
+        if "model_batch_tokens" in options:
+            model["max_batch_tokens"] = options.pop("model_batch_tokens")
+        runner = {name: options.pop(name) for name in ("num_host_pages", "windows") if name in options}
+        return Engine(FakeRunner(num_pages, page_size, **runner), make_model(**model), tokenizer, **options)
 
     return make
 
@@ -93,10 +113,13 @@ def make_engine() -> Callable[..., Engine]:
 def greedy() -> Callable[..., list[int]]:
     """What greedy decoding of the fake model gives for a prompt, without any of the runtime."""
 
-    def run(prompt: Sequence[int], num_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+    def run(
+        prompt: Sequence[int], num_tokens: int, stop: Sequence[int] = (), window: int | None = None
+    ) -> list[int]:
         history = list(prompt)
         while len(history) < len(prompt) + num_tokens:
-            history.append(int(np.argmax(logits_of(history))))
+            seen = history if window is None else history[-window:]
+            history.append(int(np.argmax(logits_of(seen))))
             if history[-1] in stop:
                 break
         return history[len(prompt) :]

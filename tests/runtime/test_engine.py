@@ -1,6 +1,4 @@
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -252,64 +250,6 @@ def test_requests_added_one_by_one(make_engine: Make, greedy: Greedy) -> None:
             seen[token.request_id].append(token.token_id)
     assert seen == {first: greedy([1, 2], 10), second: greedy([3, 4], 10)}
     assert engine.step() == []
-
-
-def interrupt_at(engine: Engine, count: int) -> Callable[[], int]:
-    """Raise KeyboardInterrupt at the count-th line inside Engine.step; returns the count so far."""
-    seen = 0
-    is_inside = False
-
-    def trace_line(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal seen, is_inside
-        if event == "return" and frame.f_code is Engine.step.__code__:
-            is_inside = False
-        if event == "line" and is_inside:
-            seen += 1
-            if seen == count:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace_line
-
-    def trace_call(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal is_inside
-        if frame.f_code is Engine.step.__code__:
-            is_inside = True
-        return trace_line if is_inside and "/runtime/" in frame.f_code.co_filename else None
-
-    sys.settrace(trace_call)
-    return lambda: seen
-
-
-def test_control_c_anywhere_in_a_step_loses_nothing(make_engine: Make, greedy: Greedy) -> None:
-    """At each line of scheduler, pool, batch, sampler and engine: pages come back, others go on exactly."""
-    wanted = greedy([9, 9, 9], 6)
-    at = 1
-    hits = 0
-    while True:
-        engine = make_engine(num_pages=6, page_size=2)
-        other = engine.add_request([9, 9, 9], SamplingParams(max_tokens=6))
-        previous = sys.gettrace()
-        count = interrupt_at(engine, at)
-        try:
-            engine.generate([[1, 2], [3]], SamplingParams(max_tokens=3))
-        except KeyboardInterrupt:
-            hits += 1
-        else:
-            assert count() < at
-            break
-        finally:
-            sys.settrace(previous)
-        engine.scheduler.check()
-        kept = engine.scheduler.requests.get(other)
-        tokens = list(kept.branches[0].tokens) if kept else []
-        while engine.has_unfinished:
-            engine.step()
-            tokens = list(kept.branches[0].tokens) if kept else []
-        assert not tokens or tokens[3:] == wanted
-        assert is_idle(engine)
-        assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == greedy([1, 2], 3)
-        at += 1 if at < 150 else 7
-    assert hits > 100
 
 
 def test_an_error_in_a_step_leaves_the_engine_usable(make_engine: Make, greedy: Greedy) -> None:
