@@ -77,6 +77,11 @@ class PagePool:
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0
 
+    @property
+    def kept(self) -> set[int]:
+        """Pages that `keep` marked, held or free."""
+        return {page for page in range(self.num_pages) if self._is_kept[page]}
+
     def allocate(self, count: int, found: Sequence[int] = ()) -> list[int]:
         """`count` new pages with one holder each, and one more holder for each page of `found`; or OutOfPages and
         nothing changed.

@@ -195,10 +195,19 @@ class PrefixCache:
             root.num_children = 0
         self._nodes, self._by_page, self._by_slot = {}, {}, {}
 
+    def has(self, page: int) -> bool:
+        """Whether a page of the pool is findable."""
+        return page in self._by_page
+
     @property
     def pages(self) -> Iterable[int]:
         """Pages of the pool that are findable, held or free."""
         return self._by_page.keys()
+
+    @property
+    def slots(self) -> Iterable[int]:
+        """Slots of host memory that are findable, held or free."""
+        return self._by_slot.keys()
 
     def check(self) -> None:
         """Assert that nodes and pages name each other, and that every findable node can be reached."""
