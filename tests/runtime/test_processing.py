@@ -107,14 +107,18 @@ def letters() -> FileTokenizer:
     return FileTokenizer(str(library.to_str()))
 
 
-def test_every_answer_keeps_to_its_own_grammar(make_engine: Make, letters: FileTokenizer) -> None:
-    engine = make_engine(80, 2, letters, eos_token_ids=(END,))
+@pytest.mark.parametrize("num_pages", [30, 80])
+def test_every_answer_keeps_to_its_own_grammar(
+    make_engine: Make, letters: FileTokenizer, num_pages: int
+) -> None:
+    engine = make_engine(num_pages, 2, letters, eos_token_ids=(END,))
     patterns = [r"[ab]{3,9}", r"(no|yes){1,4}", r"[0-9]{2}-[0-9]{2}(-x)?"]
     params = [
         SamplingParams(max_tokens=16, temperature=3.0, n=3, seed=seed, structured=Structured.regex(pattern))
         for seed, pattern in enumerate(patterns)
     ]
     completions = engine.generate(["ab", "yes", "12"], params)
+    assert (engine.stats.num_preemptions > 0) == (num_pages == 30)
     for pattern, completion in zip(patterns, completions, strict=True):
         texts = [answer.text or "" for answer in completion.answers]
         assert len(set(texts)) > 1
