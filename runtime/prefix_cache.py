@@ -131,11 +131,23 @@ class PrefixCache:
     def child(self, parent: Node, tokens: tuple[int, ...]) -> Node:
         """The node of a full page of tokens after a parent, made if it is not there."""
         assert len(tokens) == self.page_size, f"expected {self.page_size} tokens, got {len(tokens)}"
-        found = self._find(parent, tokens)
-        if found is None:
-            digest = self._digest(parent.digest, array("q", tokens).tobytes())
-            found = Node(parent, tokens, digest, self._none(), self._none())
-        return found
+        parent = self._current(parent)
+        return self._find(parent, tokens) or self._new_node(parent, tokens)
+
+    def _new_node(self, parent: Node, tokens: tuple[int, ...]) -> Node:
+        digest = self._digest(parent.digest, array("q", tokens).tobytes())
+        return Node(parent, tokens, digest, self._none(), self._none())
+
+    def _current(self, node: Node) -> Node:
+        """The node itself, or the one that has been made of the same tokens since it was dropped."""
+        dropped: list[Node] = []
+        while not node.is_attached and node.parent is not None:
+            dropped.append(node)
+            node = node.parent
+        for each in reversed(dropped):
+            same = each if each.parent is node else self._new_node(node, each.tokens)
+            node = self._find(node, each.tokens) or same
+        return node
 
     def add_page(self, node: Node, group: int, page: int) -> bool:
         """Remember a page of a group, unless the node has one already; whether it was remembered."""
@@ -217,6 +229,8 @@ class PrefixCache:
             assert node.slots[group] == slot, f"slot {slot} is not its node's slot"
         children: dict[int, int] = {}
         for nodes in self._nodes.values():
+            names = {(id(node.parent), node.tokens) for node in nodes}
+            assert len(names) == len(nodes), "two nodes are of the same tokens after the same parent"
             for node in nodes:
                 assert node.is_attached and not node.is_empty, (
                     f"a dead node of {len(node.tokens)} tokens is kept"

@@ -31,8 +31,10 @@ MAX_LENGTH, MAX_FAMILIES, MAX_BRANCHES = 32, 5, 3
 # How often each operation is drawn.
 OPERATIONS = {
     "admit": 12, "compute": 24, "fork": 3, "share_prefix": 3, "resume": 3, "finish": 4, "abort": 6, "preempt": 3,
-    "swap_out": 3, "swap_in": 5, "pressure": 2, "flush": 1, "interrupt": 1, "lose_moves": 1,
+    "swap_out": 3, "swap_in": 5, "pressure": 2, "flush": 1, "interrupt": 2, "lose_moves": 2,
 }  # fmt: skip
+
+DISTURBANCES = ("interrupt", "lose_moves")
 
 
 class World:
@@ -69,7 +71,8 @@ class World:
         if len(self.families) == MAX_FAMILIES:
             return
         earlier = self.history[draw(len(self.history))]
-        prompt = [*earlier[: draw(len(earlier) + 1)], *(draw(2) for _ in range(draw(6)))][:MAX_LENGTH] or [0]
+        more = [draw(4) // 3 for _ in range(draw(6))]
+        prompt = [*(earlier if draw(2) else earlier[: draw(len(earlier) + 1)]), *more][:MAX_LENGTH] or [0]
         family = Family(max(0, draw(9) - 6))
         branch = self._new_branch(family, prompt)
         self.families.append(family)
@@ -92,7 +95,7 @@ class World:
         for _, branch in self._running():
             end = branch.table.num_tokens + 1 + draw(5)
             if draw(2) and end <= MAX_LENGTH:
-                branch.extend([draw(2) for _ in range(end - len(branch.tokens))])
+                branch.extend([draw(4) // 3 for _ in range(end - len(branch.tokens))])
                 if self._reserve(branch, end):
                     chunks.append((branch, end))
         self.flush(draw)
@@ -160,7 +163,7 @@ class World:
     def pressure(self, draw: Draw) -> None:
         """Somebody needs many pages for a moment."""
         pool = self.memory.pool
-        pool.free(pool.allocate(draw(pool.num_free + 1)))
+        pool.free(pool.allocate(pool.num_free if draw(2) else draw(pool.num_free + 1)))
 
     def flush(self, draw: Draw) -> None:
         """What is queued is moved."""
@@ -181,7 +184,7 @@ class World:
 
     def interrupt(self, draw: Draw) -> None:
         """Another operation is interrupted at some line of the runtime."""
-        names = [name for name in OPERATIONS if name not in ("interrupt", "lose_moves")]
+        names = [name for name in OPERATIONS if name not in DISTURBANCES]
         name, count = names[draw(len(names))], 1 + draw(50)
         previous = sys.gettrace()
         sys.settrace(interrupt_at(count))
@@ -376,7 +379,9 @@ def play(seed: int, operations: int, setting: Setting | None = None) -> World:
         return int(rng.random() * below)
 
     world = World(setting or Setting.drawn(draw))
-    for name in rng.choices(list(OPERATIONS), list(OPERATIONS.values()), k=operations):
+    # Interrupts empty the prefix cache, so half of the worlds know none.
+    weights = {name: weight for name, weight in OPERATIONS.items() if seed % 2 or name not in DISTURBANCES}
+    for name in rng.choices(list(weights), list(weights.values()), k=operations):
         world.do(name, draw)
     world.close()
     return world
