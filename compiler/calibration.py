@@ -21,6 +21,7 @@ from octavo.compiler.observed import Observed, ObservedInput, ObservedPages
 from octavo.compiler.ops.moe import gate
 from octavo.compiler.pipeline import Progress
 from octavo.compiler.replay import linear
+from octavo.passes.balance_channels import Balance
 
 octavo = torch.ops.octavo
 LINEAR, MOE = octavo.linear.default, octavo.moe.default
@@ -38,18 +39,19 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 def calibrate(
     graph_module: GraphModule, sequences: Sequence[Sequence[int]], page_size: int, moments: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | None = None, balance: Balance | None = None,
 ) -> Observed:  # fmt: skip
     """Run a lowered graph over token sequences (each starts at position 0) and say what was seen.
 
     moments  keep the (K, K) second moments of every product's input too
+    balance  inputs are looked at as they will be once their channels are balanced
     The last tenth of the tokens is held out: it counts in held_out_amax and in the pages only.
     Raises OptionError without tokens, and where a value is not finite, naming the product.
     """
     tokens = sum(map(len, sequences))
     if not tokens:
         raise OptionError("calibration: expected tokens, got none")
-    observer = _Observer(graph_module, tokens - tokens // HELD_OUT_PART, moments)
+    observer = _Observer(graph_module, tokens - tokens // HELD_OUT_PART, moments, balance or Balance())
     steps = list(_steps(sequences))
     with torch.no_grad():
         for index, step in enumerate(steps):
@@ -90,16 +92,18 @@ class _Share:
 
 
 class _Statistics:
-    """Of a value (rows, K), over all steps."""
+    """Of a value (rows, K), over all steps, times `scale` (K,)."""
 
-    def __init__(self, name: str, moments: bool) -> None:
-        self.name, self.wants_moments = name, moments
+    def __init__(self, name: str, moments: bool, scale: Tensor | None = None) -> None:
+        self.name, self.wants_moments, self.scale = name, moments, scale
         self.rows, self.amax, self.held_out_amax = 0, 0.0, 0.0
         self.blocks = torch.zeros(_BINS, dtype=torch.int64)
         self.squares: Tensor | None = None
         self.moments: Tensor | None = None
 
     def add(self, kept: Tensor, held_out: Tensor) -> None:
+        if self.scale is not None:
+            kept, held_out = kept * self.scale.to(kept.dtype), held_out * self.scale.to(kept.dtype)
         self.held_out_amax = max(self.held_out_amax, self._largest(held_out.abs()))
         if not kept.shape[0]:
             return
@@ -148,10 +152,10 @@ class _Statistics:
 class _Observer(Interpreter):
     """Runs the part of a graph that leads to products and pages, and keeps statistics of what they take."""
 
-    def __init__(self, graph_module: GraphModule, kept: int, moments: bool) -> None:
+    def __init__(self, graph_module: GraphModule, kept: int, moments: bool, balance: Balance) -> None:
         super().__init__(graph_module)
         self.extra_traceback = False  # it adds lines to the messages of errors
-        self.kept, self.moments = kept, moments
+        self.kept, self.moments, self.balance = kept, moments, balance
         self.products: dict[str, _Statistics] = {}
         self.readers: dict[Node, list[_Statistics]] = {}
         self.pages: dict[int, ObservedPages] = {}
@@ -177,7 +181,7 @@ class _Observer(Interpreter):
         for name, values in inputs.items():
             key = tuple(dict.fromkeys(values))
             if key not in known:
-                known[key] = _Statistics(name, self.moments)
+                known[key] = _Statistics(name, self.moments, self.balance.inputs.get(name))
                 for value in key:
                     self.readers.setdefault(value, []).append(known[key])
             self.products[name] = known[key]

@@ -20,7 +20,8 @@ class QuantConfig:
                 "auto": each layer's format by what calibration shows, within `bits` or `kl`
     kv          of the pages; "bf16" keeps the model's dtype
     weights     "nearest": scales that carry the largest element; "search": scales of least error; "gptq": the search,
-                and each column's error made up for by those behind it
+                and each column's error made up for by those behind it. Of NVFP4 alone, the last two balance channels
+                first (passes/balance_channels.py)
     activations outer scales of NVFP4 activations: "static", calibrated, or "by_token"
     headroom    largest magnitude that static scales carry, over the largest seen in calibration
     bits        auto: most bits of a weight's element, on average over the products that may be quantised

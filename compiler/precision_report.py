@@ -29,6 +29,7 @@ from octavo.compiler.sensitivity import (
     underflow,
     values_of,
 )
+from octavo.passes.balance_channels import Balance
 from octavo.passes.products import Product, find_pages, find_products
 
 CHUNK_ELEMENTS = 1 << 20
@@ -59,10 +60,11 @@ class PrecisionReport:
     def __init__(
         self, graph_module: GraphModule, observed: Observed | None, plan: PrecisionPlan,
         quantizer: WeightQuantizer, sequences: Sequence[Sequence[int]] | None, page_size: int,
-        rows: Sequence[Sensitivity] | None = None,
+        rows: Sequence[Sensitivity] | None = None, balance: Balance | None = None,
     ) -> None:  # fmt: skip
         self.products, self.pages = find_products(graph_module), find_pages(graph_module)
         self.plan, self.inner, self.page_size = plan, quantizer, page_size
+        self.balance = balance or Balance()
         self.pieces = [] if sequences is None else held_out(sequences)
         known = {} if rows is None else {row.name: row for row in rows}
         self.rows = {one.name: known.get(one.name) or _row(one, observed) for one in self.products}
@@ -82,7 +84,7 @@ class PrecisionReport:
 
         def replacement(*args: Any) -> Tensor:
             if precision.format in ("nvfp4", "fp8"):
-                x: Tensor = args[0]
+                x = self.balance.input(product.name, args[0])
                 row.sqnr_input[precision.format] = decibels(
                     x, fake(x, precision.format, scale_of(precision.input_scale))
                 )

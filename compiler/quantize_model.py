@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from octavo.compiler.balance_model import balance_model
 from octavo.compiler.calibration import MOE, calibrate
 from octavo.compiler.checkpoints.sources import outer_runs
 from octavo.compiler.choose_formats import choose_formats
@@ -20,6 +21,7 @@ from octavo.compiler.progress import Bars
 from octavo.compiler.quantizing import QuantSettings, quantize
 from octavo.compiler.weight_quantizer import MethodQuantizer
 from octavo.passes.assign_precision import assign_precision
+from octavo.passes.balance_channels import Balance
 from octavo.passes.rule import PassReport, Prove
 
 
@@ -34,10 +36,11 @@ def quantize_model(
     layout     of block scales, "linear" or "swizzled_128x4"
     prove      None: nothing is proven
     """
-    observed = None
+    observed, report, balance = None, None, Balance()
     if sequences is not None:
+        report, balance = balance_model(graph_module, config, sequences, page_size, layout, bars, prove)
         moments = config.weights == "gptq"
-        observed = calibrate(graph_module, sequences, page_size, moments, bars("calibrate"))
+        observed = calibrate(graph_module, sequences, page_size, moments, bars("calibrate"), balance)
     counted = _Counted(MethodQuantizer(config.weights, observed))
     quantizer: WeightQuantizer = counted
     plan, chosen = PrecisionPlan(), None
@@ -50,11 +53,11 @@ def quantize_model(
     choices = None if chosen is None else chosen.choices
     assign_precision(graph_module, config, observed, plan, choices, layout)
     rows = None if chosen is None else chosen.rows
-    precision = PrecisionReport(graph_module, observed, plan, quantizer, sequences, page_size, rows)
+    precision = PrecisionReport(graph_module, observed, plan, quantizer, sequences, page_size, rows, balance)
     settings = QuantSettings(
-        plan, precision.quantizer, layout, bars("quantize"), config, observed, choices, prove
+        plan, precision.quantizer, layout, bars("quantize"), config, observed, choices, prove, balance
     )
-    reports = quantize(graph_module, settings, dumps=dumps)
+    reports = [*([report] if report else []), *quantize(graph_module, settings, dumps=dumps)]
     bars("judge")("logits of held-out tokens", 0, 1)
     found = precision.finish(graph_module, config.kl)
     return reports, _provenance(config, observed, plan, counted), found

@@ -15,6 +15,7 @@ from octavo.compiler.precision import PrecisionPlan, WeightQuantizer, plan_to_js
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.compiler.verify_quantized import prove_quantized
 from octavo.passes.assign_precision import Choice, assign_precision
+from octavo.passes.balance_channels import Balance
 from octavo.passes.fuse_act_quantize import fuse_act_quantize
 from octavo.passes.fuse_norm_quantize import fuse_norm_quantize
 from octavo.passes.quantize_kv import quantize_kv
@@ -32,6 +33,7 @@ class QuantSettings:
     observed  what calibration saw, where config asks for static scales or quantised pages
     choices   mode "auto": the format of every product that may be quantised
     prove     proves sites that quantise; None: nothing is proven
+    balance   how weights are scaled before they are quantised
     """
 
     plan: PrecisionPlan
@@ -42,13 +44,14 @@ class QuantSettings:
     observed: Observed | None = None
     choices: Mapping[str, Choice] | None = None
     prove: Prove | None = prove_quantized
+    balance: Balance = field(default_factory=Balance)
 
 
 PRECISION = "precision.json"  # beside the graphs of a dump: the plan
 QUANTIZE: tuple[Step, ...] = (
     Step(assign_precision, "quantized", ("config", "observed", "plan", "choices", "layout")),
     # Fused products (qkv, gate and up) are one by now, so they share the scales of their weight.
-    Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
+    Step(quantize_linear, "quantized", ("plan", "quantizer", "layout", "progress", "prove", "balance")),
     Step(quantize_moe, "quantized", ("plan", "quantizer", "layout", "progress", "prove")),
     Step(quantize_kv, "quantized", ("plan",)),
     # Last, when it is settled who reads what as codes.

@@ -5,13 +5,14 @@ from a WeightQuantizer: out of the model's values, or as a checkpoint has them.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from octavo.compiler.dims import dtype_name
+from octavo.compiler.errors import PassError
 from octavo.compiler.nvfp4 import swizzle
 from octavo.compiler.precision import (
     PrecisionPlan,
@@ -21,8 +22,9 @@ from octavo.compiler.precision import (
     weight_type,
 )
 from octavo.compiler.types import Part, Role
+from octavo.passes.balance_channels import Balance
 from octavo.passes.products import planned
-from octavo.passes.rewrite import Builder, Site, held, new_weight, release, replace
+from octavo.passes.rewrite import Builder, Site, exchange, held, new_weight, release, replace
 from octavo.passes.rule import PassReport, Prove
 
 octavo = torch.ops.octavo
@@ -31,16 +33,21 @@ octavo = torch.ops.octavo
 def quantize_linear(
     graph_module: GraphModule, plan: PrecisionPlan, quantizer: WeightQuantizer, layout: str = "linear",
     progress: Callable[[str, int, int], None] | None = None, prove: Prove | None = None,
+    balance: Balance | None = None,
 ) -> PassReport:  # fmt: skip
     """layout: of block scales, "linear" or "swizzled_128x4", as the target's kernels read them.
 
-    prove  called for every site while the plain weight is still held; afterwards it is not, unless others read it
+    prove    called for every site while the plain weight is still held; afterwards it is not, unless others read it
+    balance  how weights are scaled first, each when its turn comes
+    Raises PassError where a weight would have to be scaled that stays as it is.
     """
     report = PassReport("quantize_linear", "quantizes")
     linears = graph_module.graph.find_nodes(op="call_function", target=octavo.linear.default)
     chosen = [
         (node, precision) for node in linears if (precision := planned(node, [node.args[1]], plan, report))
     ]
+    balance = balance or Balance()
+    _scale_norms(graph_module, balance, {str(node.args[1].target) for node, _ in chosen})
     inputs = _Inputs(graph_module, layout)
     weights: dict[str, tuple[QuantizedWeight, dict[str, Node]]] = {}
     for index, (node, precision) in enumerate(chosen):
@@ -48,15 +55,25 @@ def quantize_linear(
         if progress is not None:
             progress(name, index, len(chosen))
         if name not in weights:
-            quantized = quantizer(name, held(graph_module, name), precision.format)
+            weight = balance.weight(name, held(graph_module, name))
+            exchange(graph_module, name, weight)
+            quantized = quantizer(name, weight, precision.format)
             parts = _hold(graph_module, name, quantized, inputs.scale_of(precision), layout)
             weights[name] = (quantized, parts)
-        weight = node.args[1]
+        node_of_weight = node.args[1]
         site = _rewrite(graph_module, node, precision, weights[name][1], inputs, layout)
         if prove is not None:
             prove(report, site, [weights[name][0]])
-        report.sites.append(release(graph_module, site, [weight]))
+        report.sites.append(release(graph_module, site, [node_of_weight]))
     return report
+
+
+def _scale_norms(graph_module: GraphModule, balance: Balance, chosen: Collection[str]) -> None:
+    """The half of the balance that is not a matter of quantised weights."""
+    left = sorted({*balance.inputs, *balance.rows} - {*chosen})
+    if left:
+        raise PassError(f"quantize_linear: {left[0]} is to be scaled, but the plan leaves it as it is")
+    balance.scale_norms(graph_module)
 
 
 def _hold(

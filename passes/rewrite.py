@@ -102,6 +102,13 @@ def held(root: nn.Module, name: str) -> torch.Tensor:
     return value
 
 
+def exchange(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Keep `tensor` in place of what is held at the dotted name."""
+    path, _, leaf = name.rpartition(".")
+    delattr(root.get_submodule(path), leaf)
+    hold(root, name, tensor)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a pass made a weight out of others (by name): equal layers have theirs made in the same way."""

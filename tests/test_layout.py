@@ -81,6 +81,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.calibration_data": 6,
     "octavo.compiler.graph_model": 6,
     "octavo.compiler.quantize_model": 6,
+    "octavo.compiler.balance_model": 6,
     "octavo.compiler.verify": 6,
     "octavo.compiler.reduced_sizes": 6,
     "octavo.compiler.quantized_values": 6,

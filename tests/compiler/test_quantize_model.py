@@ -154,6 +154,7 @@ def test_memory_stays_under_two_layers_and_the_output(
     monkeypatch.setattr("octavo.compiler.precision_report.CHUNK_ELEMENTS", 1 << 14)
     monkeypatch.setattr("octavo.compiler.quantized_forms.PRODUCT_ELEMENTS", 1 << 14)
     monkeypatch.setattr("octavo.compiler.quantized_values.CHUNK", 1 << 12)
+    monkeypatch.setattr("octavo.compiler.reduced_sizes.WIDE", 64)
     captured, options = capture(wide_model), CompileOptions(verify="off")
     graph_module = lower(captured, options, settings_of(captured, options, PAGE_SIZE)).graph_module
     layer = sum(p.nbytes for name, p in wide_model.named_parameters() if ".layers.0." in name)
