@@ -158,7 +158,12 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="The answer is JSON that this schema accepts.")
     ] = None,
     regex: Annotated[str | None, typer.Option(help="The whole answer matches this expression.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Print times and tokens/s at the end.")] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Show pages, requests and tokens/s meanwhile, and print them at the end."
+        ),
+    ] = False,
     traceback: Trace = False,
 ) -> None:
     """Generate text with ARTIFACT, as it comes.

@@ -10,7 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from octavo.compiler.chat import encode_chat, load_chat_template
+from octavo.compiler.commands.live_stats import LiveStats
 from octavo.compiler.compiled import load
 from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
@@ -64,6 +67,7 @@ def run(choices: Choices) -> None:
     finally:
         if choices.stats:
             print(session.stats(), file=sys.stderr)
+            Console(stderr=True, highlight=False).print(session.live.summary(), soft_wrap=True)
 
 
 class Session:
@@ -77,6 +81,8 @@ class Session:
         self.system = [{"role": "system", "content": choices.system}] if choices.system is not None else []
         self.params = choices.params
         self.engine = compiled.engine()
+        self.live = LiveStats(self.engine, choices.stats)
+        self.shows_bars = False if choices.stats else None  # figures take their place
         self.load_s = time.perf_counter() - began
         self.prefill_s = self.decode_s = 0.0
         self.num_decoded = 0
@@ -147,7 +153,7 @@ class Session:
             raise OptionError(f"prompts-file: expected a prompt a line, got none in {path}")
         prompts = [self.prompt([{"role": "user", "content": line}]) for line in lines]
         records: list[dict[str, Any]] = [{"prompt": line, "text": "", "token_ids": []} for line in lines]
-        with progress_bars() as bars:
+        with self.live, progress_bars(self.shows_bars) as bars:
             report, num_done = bars("generate"), 0
             for token in self._stream(prompts):
                 _append(records[token.index], token)
@@ -158,17 +164,17 @@ class Session:
 
     def _printed(self, messages: Sequence[Message]) -> Iterator[str]:
         """The pieces of an answer, each on the screen before it is yielded."""
-        with closing(self._stream([self.prompt(messages)])) as tokens:
+        with self.live, closing(self._stream([self.prompt(messages)])) as tokens:
             is_begun = False
             try:
                 for token in tokens:
                     is_begun = True
                     piece = token.text if self.tokenizer is not None else f"{token.token_id} "
-                    print(piece, end="", flush=True)
+                    self.live.write(piece)
                     yield piece
             finally:
                 if is_begun:
-                    print(flush=True)
+                    self.live.write("\n")
 
     def _stream(self, prompts: list[Prompt]) -> Generator[Token, None, None]:
         began = latest = time.perf_counter()
@@ -180,6 +186,7 @@ class Session:
             else:
                 self.decode_s, self.num_decoded = self.decode_s + now - latest, self.num_decoded + 1
             latest = now
+            self.live.tick()
             yield token
 
     def stats(self) -> str:
