@@ -129,11 +129,11 @@ class PagedMemory:
     def _evict(self, page: int) -> None:
         """The pool needs a cached page: keep its contents in host memory if there is room."""
         self.num_evicted += 1
-        if self.host.num_free:
+        if self.host.num_free and not self.prefixes.has_slot(page):
             slot = self.host.allocate(1)[0]
-            if self.prefixes.to_slot(page, slot):
-                self.moves.append(Move("out", page, slot - 1))
-                self.host.keep(slot)
+            self.moves.append(Move("out", page, slot - 1))
+            self.prefixes.to_slot(page, slot)
+            self.host.keep(slot)
             self.host.free([slot])
         self.prefixes.drop_page(page)
 
@@ -150,6 +150,8 @@ class PagedMemory:
         with other tokens after those that it shared, is forgotten there.
         """
         first, last = table.num_tokens // self.page_size, self._pages_of(end)
+        if self._can_write(table, first, last):
+            return
         grown = [self._missing(table, group, last) for group in range(len(self.windows))]
         written = [
             (group, index)
@@ -168,6 +170,13 @@ class PagedMemory:
             self.pool.free([old])
         for row, (num_null, num_new) in zip(table.groups, grown, strict=True):
             row.extend([NULL_PAGE] * num_null + [next(fresh) for _ in range(num_new)])
+
+    def _can_write(self, table: PageTable, first: int, last: int) -> bool:
+        """Whether pages first : last are there and nobody else's: nearly always, and asked for every token."""
+        for row in table.groups:
+            if last > len(row) or not self.pool.are_own(row[first:last]):
+                return False
+        return True
 
     def _overwrite(self, page: int) -> None:
         """A page is written: its only holder may be what shared the beginning of a page that is cached."""
@@ -303,14 +312,21 @@ class PagedMemory:
 
     def _need(self, length: int, prompt_len: int, branches: int, step_tokens: int, shared: bool) -> int:
         total, pages = 0, self._pages_of(length)
-        own = 1 if shared else pages - min(prompt_len, length) // self.page_size
+        if length <= prompt_len:
+            own, branches = 0, 1  # they fork at its end
+        else:
+            own = 1 if shared else pages - prompt_len // self.page_size
         for window in self.windows:
             if window is None:
                 total += pages + (branches - 1) * own
             else:
-                total += min(pages, self._pages_of(window - 1 + step_tokens) + 1)
-                total += (branches - 1) * (1 if shared else min(pages, self._pages_of(window) + 1))
+                total += min(pages, self._spanned(window - 1 + step_tokens))
+                total += (branches - 1) * min(own, self._spanned(window))
         return total
+
+    def _spanned(self, num_tokens: int) -> int:
+        """The most pages that neighbouring tokens can lie in."""
+        return self._pages_of(num_tokens - 1) + 1
 
     def rebuild(self, tables: Sequence[PageTable], ended: Iterable[PageTable]) -> None:
         """Make the books whole after an interrupt: what tables hold is what counts; the prefix cache starts anew.

@@ -172,14 +172,16 @@ class PrefixCache:
         node.pages[group] = None
         self._prune(node)
 
-    def to_slot(self, page: int, slot: int) -> bool:
-        """A page's contents move to host memory; False if the node has them there already."""
+    def has_slot(self, page: int) -> bool:
+        """Whether what a findable page holds is in host memory too."""
         node, group = self._by_page[page]
-        if node.slots[group] is not None:
-            return False
+        return node.slots[group] is not None
+
+    def to_slot(self, page: int, slot: int) -> None:
+        """A page's contents move to host memory."""
+        node, group = self._by_page[page]
         node.slots[group] = slot
         self._by_slot[slot] = (node, group)
-        return True
 
     def drop_slot(self, slot: int) -> None:
         node, group = self._by_slot.pop(slot)

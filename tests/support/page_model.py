@@ -42,7 +42,7 @@ class Setting:
     @classmethod
     def drawn(cls, draw: Draw) -> "Setting":
         """4 to 20 pages of 1 to 4 tokens, 0 to 8 host slots."""
-        return cls(5 + draw(17), 1 + draw(4), WINDOWS[draw(len(WINDOWS))], draw(9), draw(3) == 0)
+        return cls(5 + draw(17), 1 + draw(4), WINDOWS[draw(len(WINDOWS))], draw(3) and draw(9), draw(3) == 0)
 
 
 @dataclass(eq=False)

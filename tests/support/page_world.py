@@ -30,8 +30,8 @@ MAX_LENGTH, MAX_FAMILIES, MAX_BRANCHES = 32, 5, 3
 
 # How often each operation is drawn.
 OPERATIONS = {
-    "admit": 12, "compute": 24, "fork": 3, "share_prefix": 3, "resume": 3, "finish": 4, "abort": 6, "preempt": 3,
-    "swap_out": 3, "swap_in": 5, "pressure": 2, "flush": 1, "interrupt": 2, "lose_moves": 2,
+    "admit": 12, "compute": 24, "fork": 3, "share_prefix": 3, "resume": 3, "finish": 4, "abort": 5, "preempt": 3,
+    "swap_out": 3, "swap_in": 5, "pressure": 2, "flush": 1, "interrupt": 6, "lose_moves": 3,
 }  # fmt: skip
 
 DISTURBANCES = ("interrupt", "lose_moves")
@@ -68,17 +68,19 @@ class World:
 
     def admit(self, draw: Draw) -> None:
         """A new sequence; its prompt begins like an earlier one, as often as not."""
-        if len(self.families) == MAX_FAMILIES:
+        if len(self.families) >= MAX_FAMILIES:
             return
         earlier = self.history[draw(len(self.history))]
         more = [draw(4) // 3 for _ in range(draw(6))]
         prompt = [*(earlier if draw(2) else earlier[: draw(len(earlier) + 1)]), *more][:MAX_LENGTH] or [0]
-        family = Family(max(0, draw(9) - 6))
-        branch = self._new_branch(family, prompt)
-        self.families.append(family)
-        if not self._admit(branch):
-            self.families.remove(family)
-            return
+        key = max(0, draw(9) - 6)
+        for _ in range(1 + draw(2)):  # two that ask the same at once compute the same pages
+            family = Family(key)
+            branch = self._new_branch(family, prompt)
+            self.families.append(family)
+            if not self._admit(branch):
+                self.families.remove(family)
+                return
         self.history = [*self.history[-7:], branch.tokens]
 
     def resume(self, draw: Draw) -> None:
@@ -167,6 +169,7 @@ class World:
 
     def flush(self, draw: Draw) -> None:
         """What is queued is moved."""
+        self.counts["moves"] += len(self.memory.moves)
         self.memory.run_moves(lambda moves: run_moves(moves, self.pages, self.slots))
 
     def lose_moves(self, draw: Draw) -> None:
@@ -185,7 +188,7 @@ class World:
     def interrupt(self, draw: Draw) -> None:
         """Another operation is interrupted at some line of the runtime."""
         names = [name for name in OPERATIONS if name not in DISTURBANCES]
-        name, count = names[draw(len(names))], 1 + draw(50)
+        name, count = names[draw(len(names))], 1 + draw(6 + draw(60))
         previous = sys.gettrace()
         sys.settrace(interrupt_at(count))
         try:
@@ -338,6 +341,7 @@ class World:
         for family in list(self.families):
             self._end(family, list(family.branches))
         self.check()
+        self.counts["evictions"] = self.memory.num_evicted
         for pool in (self.memory.pool, self.memory.host):
             assert pool.num_free == pool.capacity, "pages are held at idle"
             self.memory.pool.free(self.memory.pool.allocate(self.memory.pool.capacity))
