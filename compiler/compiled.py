@@ -61,15 +61,18 @@ class Compiled:
             return runner
 
     def engine(
-        self, *, num_pages: int | None = None, num_threads: int | None = None, max_requests: int = 64,
-        max_batch_tokens: int | None = None, chunked_prefill: bool = True, seed: int | None = None,
+        self, *, num_pages: int | None = None, num_host_pages: int = 0, num_threads: int | None = None,
+        max_requests: int = 64, max_batch_tokens: int | None = None, chunked_prefill: bool = True,
+        prefix_caching: bool = True, seed: int | None = None,
     ) -> Engine:  # fmt: skip
         """A serving engine of its own, with the page pool and the limits given."""
         return Engine(
-            self.runner(num_pages, num_threads, max_requests=max_requests, max_batch_tokens=max_batch_tokens),
-            self.artifact.model, self.tokenizer,
-            max_requests=max_requests, max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
-            seed=seed,
+            self.runner(
+                num_pages, num_threads, num_host_pages=num_host_pages, max_requests=max_requests,
+                max_batch_tokens=max_batch_tokens,
+            ),
+            self.artifact.model, self.tokenizer, max_requests=max_requests, max_batch_tokens=max_batch_tokens,
+            chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, seed=seed,
         )  # fmt: skip
 
     def generate(
