@@ -74,6 +74,13 @@ class PagePool:
     def is_shared(self, page: int) -> bool:
         return self._holders[page] > 1
 
+    def are_own(self, pages: Iterable[int]) -> bool:
+        """Whether each of these held pages has one holder and is not kept."""
+        for page in pages:
+            if self._holders[page] > 1 or self._is_kept[page]:
+                return False
+        return True
+
     def is_held(self, page: int) -> bool:
         return self._holders[page] > 0
 
