@@ -101,7 +101,10 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Only the newest token of each branch is left to compute."""
-        return all(branch.num_uncomputed == 1 for branch in self.branches if branch.finish_reason is None)
+        for branch in self.branches:  # a loop, as this is asked for every token
+            if branch.finish_reason is None and len(branch.tokens) - branch.table.num_tokens != 1:
+                return False
+        return True
 
     @property
     def is_swapped(self) -> bool:

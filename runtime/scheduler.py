@@ -7,6 +7,7 @@ interrupted is simply run again.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.compiler.errors import OutOfPages, RequestError
 from octavo.runtime.paged_memory import PagedMemory
@@ -18,8 +19,7 @@ from octavo.runtime.sampling_params import SamplingParams
 MAX_OVERTAKEN = 64
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start : start + length` of a branch, to be computed in this step."""
 
     request: Request
@@ -139,11 +139,15 @@ class Scheduler:
         left had to end."""
         chunks: list[Chunk] = []
         num_preemptions = self.stats.num_preemptions
-        for request in [r for r in self.running if r.is_decoding]:
+        decoding: list[Request] = []
+        prompts: list[Request] = []
+        for request in self.running:
+            (decoding if request.is_decoding else prompts).append(request)
+        for request in decoding:
             if request.status is Status.RUNNING:
                 chunks += self._planned(request, self.max_batch_tokens)
         budget = self.max_batch_tokens - len(chunks)
-        for request in [r for r in self.running if not r.is_decoding]:
+        for request in prompts:
             if request.status is Status.RUNNING:
                 own = self._planned(request, budget)
                 budget -= sum(chunk.length for chunk in own)
@@ -179,9 +183,12 @@ class Scheduler:
         if request.is_decoding:
             if len(live) > budget:
                 return []
+            chunks = []
             for branch in live:
-                self.memory.reserve(branch.table, len(branch.tokens))
-            return [Chunk(request, branch, len(branch.tokens) - 1, 1) for branch in live]
+                length = len(branch.tokens)
+                self.memory.reserve(branch.table, length)
+                chunks.append(Chunk(request, branch, length - 1, 1))
+            return chunks
         # Several branches go on together, so each stops before its newest token.
         left_out = 1 if len(live) > 1 else 0
         for branch in live:
@@ -296,9 +303,10 @@ class Scheduler:
             self.memory.commit(branch.table, branch.tokens, chunk.start + chunk.length)
             if len(tokens) > 1:
                 self._fork(request, branch, tokens)
-            for each in request.branches if len(tokens) > 1 else [branch]:
-                if tokens and (reason := end_reason(request, each)):
-                    self.finish_branch(request, each, reason)
+            if tokens:
+                for each in request.branches if len(tokens) > 1 else (branch,):
+                    if reason := end_reason(request, each):
+                        self.finish_branch(request, each, reason)
         assert next(results, None) is None, "more tokens were sampled than chunks asked for"
 
     def _fork(self, request: Request, first: Branch, tokens: Sequence[Sampled]) -> None:
