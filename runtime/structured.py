@@ -21,8 +21,9 @@ from octavo.runtime.tokenizer import FileTokenizer, Tokenizer
 # Grammars kept ready; the least recently used one is dropped.
 MAX_GRAMMARS = 64
 
-# Longest white space between the parts of a JSON text. Without a bound a model may go on with it for ever.
-MAX_WHITESPACE = 64
+# Between two parts of a JSON text: blanks, or a line break and an indentation of this many blanks at most. Without
+# a bound small models go on with white space for ever.
+MAX_BLANKS = 32
 
 
 class Grammars:
@@ -83,7 +84,7 @@ class Grammars:
             raise RequestError(f"structured: expected a schema that is JSON, got: {error}") from None
         if not isinstance(schema, dict):
             raise RequestError(f"structured: expected a schema that is a JSON object, got {text[:80]!r}")
-        spaces = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
+        spaces = {"whitespace_pattern": rf"([ \t]{{1,{MAX_BLANKS}}}|\r?\n[ \t]{{0,{MAX_BLANKS}}})"}
         return str(make.grammar_from_json_schema(text, defaults=spaces))
 
 

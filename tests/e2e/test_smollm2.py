@@ -136,6 +136,41 @@ def test_fp32_tokens_are_exact_in_a_new_process_without_transformers(
     assert differences(reference, json.loads(result.stdout)) == []
 
 
+def test_a_repetition_penalty_is_hugging_face_s(
+    compiled: Compiled, demo: LoadedModel, reference: Reference
+) -> None:
+    options: dict[str, Any] = {"repetition_penalty": 1.3, "min_new_tokens": 24, "max_new_tokens": 24}
+    wanted = []
+    for prompt in reference.prompts[:3]:
+        with torch.no_grad():
+            out = demo.model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **options)
+        wanted.append(out[0, len(prompt) :].tolist())
+    params = octavo.SamplingParams(max_tokens=24, min_tokens=24, repetition_penalty=1.3)
+    answers = compiled.engine().generate(reference.prompts[:3], params)
+    assert [list(answer.token_ids) for answer in answers] == wanted
+    assert wanted[0] != reference.answers[0][:24], "the penalty shows"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_json_of_a_schema_by_a_real_tokenizer(compiled: Compiled, temperature: float) -> None:
+    fields = {
+        "city": {"type": "string", "maxLength": 20},
+        "rivers": {"type": "array", "items": {"enum": ["Seine", "Tiber"]}, "maxItems": 2},
+        "capital": {"type": "boolean"},
+    }
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    params = octavo.SamplingParams(
+        max_tokens=200, temperature=temperature, seed=3, structured=octavo.Structured.json_schema(schema)
+    )
+    for answer in compiled.generate([PROMPTS[0], PROMPTS[3]], params):
+        assert answer.finish_reason == "stop"
+        value = json.loads(answer.text or "")
+        assert list(value) == ["city", "rivers", "capital"]
+        assert isinstance(value["city"], str) and len(value["city"]) <= 20
+        assert {*value["rivers"]} <= {"Seine", "Tiber"} and len(value["rivers"]) <= 2
+        assert type(value["capital"]) is bool
+
+
 def test_thirty_attentions_in_and_thirty_paged_attentions_out(compiled: Compiled) -> None:
     rows = {row["pass"]: row for row in compiled.report().data["passes"]}
     assert rows["fuse_rope"]["matched"] == 60

@@ -270,11 +270,17 @@ def test_no_rows_no_tokens() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.floats(-2000, 2000, width=32), min_size=1, max_size=30), st.integers(0, 20))
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_logits(row: list[float], count: int) -> None:
-    logits = np.array(row, np.float32)
+@given(
+    st.lists(st.floats(-40, 40, width=32), min_size=1, max_size=30),
+    st.sampled_from([0, 1500, -1500]),
+    st.integers(0, 20),
+)
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_logits(
+    row: list[float], offset: int, count: int
+) -> None:
+    logits = np.array(row, np.float32) + np.float32(offset)
     expected = log_softmax(logits.astype(np.float64))
-    ranked = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    ranked = sorted(range(len(row)), key=lambda token: (-logits[token], token))
     least = int(logits.argmin())
     params = SamplingParams(None, 3.0, top_k=1, logprobs=count, logit_bias={least: 100})
     [chosen] = sample(logits[None], [Row(params, RandomKey(0, 0), 5, new_token_state(params, 1))])

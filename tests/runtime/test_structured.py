@@ -157,9 +157,14 @@ def test_every_end_token_of_the_model_may_end_it_and_no_other_token_may() -> Non
 
 
 def test_white_space_has_an_end() -> None:
-    spaces = " " * structured.MAX_WHITESPACE
-    assert " " in allowed(Structured.json_schema(PERSON), "{" + spaces[1:])
-    assert not {text for text in allowed(Structured.json_schema(PERSON), "{" + spaces) if text.isspace()}
+    what = Structured.json_schema(PERSON)
+    blanks = " " * structured.MAX_BLANKS
+    assert {" ", "\n", "\t"} <= allowed(what, "{")
+    for text in ("{" + blanks[1:], "{\n" + blanks[1:], '{"name" : '):
+        assert " " in allowed(what, text)
+    for text in ("{" + blanks, "{\n" + blanks):
+        assert not {following for following in allowed(what, text) if following.isspace()}
+    assert "\n" not in allowed(what, "{\n")
 
 
 def test_forks_and_rollbacks_follow_their_own_text() -> None:
