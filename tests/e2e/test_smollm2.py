@@ -141,9 +141,10 @@ def test_a_repetition_penalty_is_hugging_face_s(
 ) -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.3, "min_new_tokens": 24, "max_new_tokens": 24}
     wanted = []
+    model: Any = demo.model
     for prompt in reference.prompts[:3]:
         with torch.no_grad():
-            out = demo.model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **options)
+            out = model.generate(torch.tensor([prompt]), do_sample=False, pad_token_id=0, **options)
         wanted.append(out[0, len(prompt) :].tolist())
     params = octavo.SamplingParams(max_tokens=24, min_tokens=24, repetition_penalty=1.3)
     answers = compiled.engine().generate(reference.prompts[:3], params)
