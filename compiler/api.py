@@ -62,6 +62,7 @@ def compile(
     max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
     quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
+    deterministic: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -91,6 +92,7 @@ def compile(
         dump=None if dump is None else Path(dump),
         quantize=REST if isinstance(quantize, Checkpoint) else quant_config(quantize),
         checkpoint=None if checkpoint is None else checkpoint.name,
+        deterministic=deterministic,
     )
     check_options(options)
     if checkpoint is not None:
@@ -161,7 +163,8 @@ def finish(
     """Lowered graph -> quantised, where that is asked for -> artifact, opened, and compared with `reference`."""
     job = _quantized(job, lowered, dumps, bars, reference)
     try:
-        built = build(lowered.graph_module, job.target, job.settings.page_size, bars("kernels"))
+        given = lowered.graph_module, job.target, job.settings.page_size
+        built = build(*given, bars("kernels"), job.options.deterministic)
     except OctavoError as error:
         dumps.fail("kernels", error)
         raise

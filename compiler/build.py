@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from octavo.codegen.any_rows import for_any_rows
 from octavo.codegen.build_cpp import program_source
 from octavo.codegen.build_triton import build_kernels
 from octavo.codegen.emit import emit
@@ -55,10 +56,15 @@ class Built:
 
 
 def build(
-    graph_module: GraphModule, target: Target, page_size: int, progress: Progress | None = None
+    graph_module: GraphModule,
+    target: Target,
+    page_size: int,
+    progress: Progress | None = None,
+    deterministic: bool = False,
 ) -> Built:
     """Group a lowered graph's pages, in place, and choose and build its kernels.
 
+    deterministic  kernels with one order of sums for any number of rows
     Raises CodegenError for an op without a kernel.
     """
     grouped = run_pass(group_pages, graph_module)
@@ -68,6 +74,8 @@ def build(
     memory = plan_memory(graph_module.graph)
     plan.ms, plan.notes = (time.perf_counter() - start) * 1e3, asdict(memory)
     specs = {node: selection.spec for node, selection in selections.items()}
+    if deterministic:
+        specs = {node: for_any_rows(spec) for node, spec in specs.items()}
     launches = list({launch.name: launch for spec in specs.values() for launch in spec.launches}.values())
     # GPU kernels come first: which of their forms was chosen is known once all are built
     kernels = [] if target.family == "cpp" else build_kernels(launches, target, progress)

@@ -16,6 +16,7 @@ from octavo.compiler.cli_app import (
     FAILED,
     MODEL_HELP,
     ArtifactPath,
+    Deterministic,
     DTypeOption,
     Json,
     MaxModelLen,
@@ -23,6 +24,7 @@ from octavo.compiler.cli_app import (
     PageSize,
     Proofs,
     Trace,
+    Verify,
     exit_codes,
     starting,
 )
@@ -66,9 +68,8 @@ def compile(
     calibration: cli_precision.Calibration = None,
     keep: cli_precision.Keep = None,
     include: cli_precision.Include = None,
-    verify: Annotated[
-        Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
-    ] = Proofs.full,
+    verify: Verify = Proofs.full,
+    deterministic: Deterministic = None,
     dump: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write the graph after each pass that changed it, and weights."),
@@ -122,6 +123,7 @@ def compile(
                 resume_from=resume_from,
                 quantize=config,
                 calibration=calibration,
+                deterministic=deterministic,
             )
         )
 

@@ -46,6 +46,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic",
+        help="On GPUs too, logits depend on no other request, bit for bit; steps of few tokens are slower.",
+    ),
+]
 Trace = Annotated[bool, typer.Option("--traceback", help="Show where in Octavo an error was raised.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with everything, instead of a table.")]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A directory that `compile` wrote.")]
@@ -72,6 +79,9 @@ DTypeOption = Annotated[
 ]
 PageSize = Annotated[
     int | None, typer.Option(help="Tokens of a KV page, a power of two. Default: the target's.")
+]
+Verify = Annotated[
+    Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")]
 

@@ -58,6 +58,7 @@ class CompileOptions:
     dump            directory for the numbered graph dumps, or None
     quantize        what is quantised, or None
     checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
+    deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
     """
 
     target: str = "cpu"
@@ -69,3 +70,4 @@ class CompileOptions:
     dump: Path | None = None
     quantize: QuantConfig | None = None
     checkpoint: str | None = None
+    deterministic: bool = False

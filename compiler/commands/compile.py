@@ -42,6 +42,7 @@ class Choices:
     resume_from: Path | None
     quantize: QuantConfig | None = None
     calibration: Path | None = None
+    deterministic: bool | None = None
 
 
 def run(choices: Choices) -> None:
@@ -75,6 +76,7 @@ def _compile(choices: Choices, model: str) -> Path:
         dump_weights=choices.dump_weights,
         quantize=_formats(choices.quantize, loaded.checkpoint),
         calibration=text,
+        deterministic=bool(choices.deterministic),
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
@@ -95,7 +97,7 @@ def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> Quant
 
 def _resume(choices: Choices) -> Path:
     path = Path(str(choices.resume_from))
-    for name in ("dtype", "page_size", "max_model_len", "quantize"):
+    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic"):
         if getattr(choices, name) is not None:
             raise OptionError(
                 f"{name}: expected none with --from, as the graph already has it; compile MODEL again"
