@@ -64,14 +64,14 @@ class PagedMemory:
         root = self.prefixes.root(key)
         return PageTable([[] for _ in self.windows], root, root, slid=[0] * len(self.windows))
 
-    def admit(self, table: PageTable, tokens: Sequence[int], key: CacheKey, reuse: bool = True) -> int:
+    def admit(self, table: PageTable, tokens: Sequence[int], key: CacheKey, most: int | None = None) -> int:
         """Give an empty table room for its tokens, sharing what is cached; returns the tokens found.
 
-        At least the last token is left to compute. Windowed groups get their pages later, by `reserve`. All or
-        nothing: OutOfPages leaves everything as it was.
+        At most `most` tokens are looked for, and at least the last is left to compute. Windowed groups get their
+        pages later, by `reserve`. All or nothing: OutOfPages leaves everything as it was.
         """
         assert table.is_empty and not table.in_host, "a table is admitted twice"
-        match = self._match(tokens, key) if reuse else Match((), (0,) * len(self.windows))
+        match = self._match(tokens, key, len(tokens) if most is None else most)
         length, wanted = len(match.path), self._pages_of(len(tokens))
         found, absent = self._parts(match)
         num_new = sum(wanted - length for window in self.windows if window is None)
@@ -98,8 +98,8 @@ class PagedMemory:
         table.groups = rows  # last: an interrupted table is empty or whole
         return table.num_tokens
 
-    def _match(self, tokens: Sequence[int], key: CacheKey) -> Match:
-        limit = (len(tokens) - 1) // self.page_size if self.use_prefix_cache else 0
+    def _match(self, tokens: Sequence[int], key: CacheKey, most: int) -> Match:
+        limit = min(len(tokens) - 1, most) // self.page_size if self.use_prefix_cache else 0
         return self.prefixes.match(tokens, key, limit)
 
     def _parts(self, match: Match) -> tuple[list[int], list[tuple[Node, int]]]:

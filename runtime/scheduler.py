@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from octavo.compiler.errors import OutOfPages, RequestError
 from octavo.runtime.paged_memory import PagedMemory
+from octavo.runtime.recompute import share_at_windows, share_computed
 from octavo.runtime.request import Branch, FinishReason, Request, Status
 from octavo.runtime.sampler import Sampled
 from octavo.runtime.sampling_params import SamplingParams
@@ -152,14 +153,15 @@ class Scheduler:
                 own = self._planned(request, budget)
                 budget -= sum(chunk.length for chunk in own)
                 chunks += own
-        while self.waiting and budget > 0 and self.stats.num_preemptions == num_preemptions:
+        # A decoding request may have given way to an earlier one that was planned after it.
+        chunks = [chunk for chunk in chunks if chunk.request.status is Status.RUNNING]
+        has_room = self.stats.num_preemptions == num_preemptions
+        while self.waiting and budget > 0 and (has_room or not self.running):
             own = self._admit(self.waiting[0], budget)
             if not own:
                 break
             budget -= sum(chunk.length for chunk in own)
             chunks += own
-        # A decoding request may have given way to an earlier one that was planned after it.
-        chunks = [chunk for chunk in chunks if chunk.request.status is Status.RUNNING]
         assert chunks or not self.requests, "requests are queued but the step is empty"
         return chunks
 
@@ -197,10 +199,11 @@ class Scheduler:
                 if branch.table.num_tokens == 0 and branch.table.is_empty:
                     if self._chunk_len(target, budget) == 0:
                         return []
-                    self._begin(request, branch)
+                    self._begin(request, branch, share_at_windows(self.memory, live, branch, target))
                     if branch.table.num_tokens == target:
                         continue  # all that it needs is its sibling's too
-                length = self._chunk_len(target - branch.table.num_tokens, budget)
+                stop = share_at_windows(self.memory, live, branch, target)
+                length = self._chunk_len(stop - branch.table.num_tokens, budget)
                 if length == 0:
                     return []
                 start = branch.table.num_tokens
@@ -209,20 +212,13 @@ class Scheduler:
         assert request.is_decoding, "a request that does not decode has nothing to compute"
         return self._plan(request, budget)
 
-    def _begin(self, request: Request, branch: Branch) -> None:
-        """Give a branch its pages: those of the sibling it has most in common with, or what the prefix cache has."""
-        length, source = max(
-            ((_common(other.tokens, branch.tokens), other) for other in request.live
-             if other is not branch and other.table.num_tokens >= len(other.tokens) - 1),
-            key=lambda pair: pair[0], default=(0, None),
-        )  # fmt: skip
-        length = min(length, len(branch.tokens) - 1)
-        if source and self.memory.share_prefix(
-            branch.table, source.table, min(length, source.table.num_tokens)
-        ):
+    def _begin(self, request: Request, branch: Branch, stop: int) -> None:
+        """Give a branch its pages: those of the sibling it has most in common with, or what the prefix cache has of
+        it up to `stop`."""
+        if share_computed(self.memory, request.live, branch):
             return
-        reuse = not request.wants_prompt_report
-        self.stats.hit_tokens += self.memory.admit(branch.table, branch.tokens, request.key, reuse)
+        most = 0 if request.wants_prompt_report else stop
+        self.stats.hit_tokens += self.memory.admit(branch.table, branch.tokens, request.key, most)
         self.stats.lookup_tokens += len(branch.tokens)
 
     def _chunk_len(self, num_uncomputed: int, budget: int) -> int:
@@ -366,12 +362,6 @@ def rank(request: Request) -> tuple[bool, int, int]:
     """What requests are ordered by, lower first."""
     is_overdue = request.num_overtaken >= MAX_OVERTAKEN
     return not is_overdue, 0 if is_overdue else request.priority, request.request_id
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 def end_reason(request: Request, branch: Branch) -> FinishReason | None:

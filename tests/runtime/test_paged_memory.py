@@ -253,7 +253,7 @@ def test_a_page_that_host_memory_has_already_takes_no_second_slot() -> None:
     serve(memory, prompt(2, 2))
     evict_all(memory)
     table = memory.new_table(SHARED_KEY)
-    memory.admit(table, prompt(1, 2), SHARED_KEY, reuse=False)
+    memory.admit(table, prompt(1, 2), SHARED_KEY, most=0)
     compute(memory, table, prompt(1, 2))
     memory.release(table)
     memory.moves.clear()

@@ -78,7 +78,7 @@ BUGS = [
         (PagedMemory, "_bring_in", "self.host.free([slot])", "pass")),
     bug("a failed admission keeps slots", (
         PagedMemory, "admit", "self.host.free([slot for slot in slots if slot is not None])", "pass")),
-    bug("a prompt may be found whole", (PagedMemory, "_match", "(len(tokens) - 1)", "len(tokens)")),
+    bug("a prompt may be found whole", (PagedMemory, "_match", "len(tokens) - 1", "len(tokens)")),
     bug("a page is remembered a token early", (
         PagedMemory, "commit", "self.page_size <= num_tokens:", "self.page_size <= min(len(tokens), num_tokens + 1):")),
     bug("a window frees a page early", (
