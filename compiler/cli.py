@@ -153,6 +153,10 @@ def run(
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Answers; they share the prompt's pages.")] = 1,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Search with so many beams; with a temperature, sample them.")
+    ] = None,
     repetition_penalty: Annotated[
         float, typer.Option(help="Above 1: tokens that were there become less likely, as in Hugging Face.")
     ] = 1.0,
@@ -176,6 +180,8 @@ def run(
 
     Example: octavo run smol.octavo "Is the sky blue?" --regex "yes|no"
 
+    Example: octavo run smol.octavo "Name a color." --n 3 --temperature 1
+
     Without a tokenizer in the artifact, prompts are token ids ("12 7 99") and so is the answer. In a
     dialogue, Ctrl-C ends an answer and Ctrl-D the dialogue.
     """
@@ -191,6 +197,8 @@ def run(
             min_p,
             seed,
             stop=tuple(stop or ()),
+            n=n,
+            beam_width=beam_width,
             repetition_penalty=repetition_penalty,
             structured=read_structured(json_schema, regex),
         )

@@ -90,7 +90,8 @@ class SamplingParams:
                     running one is likely to do better; "never" only when none can
 
     What is done to logits (token_state.py tells the order):
-    min_tokens          end tokens and stop_token_ids cannot be chosen before this many were generated
+    min_tokens          end tokens and stop_token_ids cannot be chosen before this many were generated; a stop
+                        string still ends the answer
     presence_penalty    subtracted from the logit of every token that was generated, -2 to 2
     frequency_penalty   subtracted as often as the token was generated, -2 to 2
     repetition_penalty  logits of tokens of prompt and answer are divided by it if positive, else multiplied

@@ -60,6 +60,10 @@ def run(choices: Choices) -> None:
         if choices.prompts_file is not None:
             session.answer_file(choices.prompts_file)
         elif choices.prompt is None and sys.stdin.isatty():
+            if choices.params.n > 1:
+                raise OptionError(
+                    f"n: expected 1 answer in a dialogue, got {choices.params.n}; give a PROMPT"
+                )
             session.talk()
         else:
             is_piped = choices.prompt in (None, "-")
@@ -115,9 +119,30 @@ class Session:
             ) from None
 
     def answer(self, text: str) -> None:
-        """One prompt. What was generated stays if it is interrupted."""
+        """One prompt. What was generated stays if it is interrupted; several answers come one after another."""
+        if self.params.n > 1:
+            self._answer_several(text)
+            return
         for _ in self._printed([{"role": "user", "content": text}]):
             pass
+
+    def _answer_several(self, text: str) -> None:
+        record = self._record(text)
+        with self.live, progress_bars(self.shows_bars) as bars:
+            report, num_tokens = bars("generate"), 0
+            for token in self._stream([self.prompt([{"role": "user", "content": text}])]):
+                _append(record, token)
+                num_tokens += 1
+                report("tokens", num_tokens, 0)
+        for number, answer in enumerate(record["answers"], 1):
+            shown = answer["text"] if self.tokenizer is not None else " ".join(map(str, answer["token_ids"]))
+            print(f"[{number}/{self.params.n}] {shown}")
+
+    def _record(self, line: str) -> dict[str, Any]:
+        """What becomes a line of JSON: an answer's fields beside its prompt, or a list of answers."""
+        if self.params.n == 1:
+            return {"prompt": line, **_empty()}
+        return {"prompt": line, "answers": [_empty() for _ in range(self.params.n)]}
 
     def talk(self) -> None:
         """Prompts from a terminal until it ends. In a chat the model sees what was said before."""
@@ -152,13 +177,13 @@ class Session:
         if not lines:
             raise OptionError(f"prompts-file: expected a prompt a line, got none in {path}")
         prompts = [self.prompt([{"role": "user", "content": line}]) for line in lines]
-        records: list[dict[str, Any]] = [{"prompt": line, "text": "", "token_ids": []} for line in lines]
+        records = [self._record(line) for line in lines]
         with self.live, progress_bars(self.shows_bars) as bars:
             report, num_done = bars("generate"), 0
             for token in self._stream(prompts):
                 _append(records[token.index], token)
                 num_done += token.finish_reason is not None
-                report("prompts done", num_done, len(prompts))
+                report("answers done", num_done, len(prompts) * self.params.n)
         for record in records:
             print(json.dumps(record, ensure_ascii=False))
 
@@ -199,7 +224,12 @@ class Session:
         )
 
 
+def _empty() -> dict[str, Any]:
+    return {"text": "", "token_ids": []}
+
+
 def _append(record: dict[str, Any], token: Token) -> None:
+    record = record["answers"][token.branch] if "answers" in record else record
     record["text"] += token.text
     if token.token_id is not None:
         record["token_ids"].append(token.token_id)

@@ -67,6 +67,22 @@ def test_a_repetition_penalty_changes_the_answer(chat_artifact: Path, run: Run) 
     assert run("run", chat_artifact, "Why?", *options)[1] != f"{expected}\n"
 
 
+def test_several_answers(chat_artifact: Path, run: Run, tmp_path: Path) -> None:
+    ask = ("run", chat_artifact, "--raw", "--max-tokens", 5)
+    params = octavo.SamplingParams(5, temperature=2.0, seed=3, n=3)
+    (completion,) = octavo.load(chat_artifact).generate(["Why?"], params)
+    shown = "".join(f"[{i}/3] {answer.text}\n" for i, answer in enumerate(completion.answers, 1))
+    sampled = ("--n", 3, "--temperature", 2, "--seed", 3)
+    assert run(*ask[:2], "Why?", *ask[2:], *sampled) == (0, shown, "")
+    (tmp_path / "prompts").write_text("Why?\n")
+    record = json.loads(run(*ask, "--prompts-file", tmp_path / "prompts", *sampled)[1])
+    assert [own["token_ids"] for own in record["answers"]] == [list(a.token_ids) for a in completion.answers]
+    beams = octavo.SamplingParams(5, beam_width=4, n=2)
+    (completion,) = octavo.load(chat_artifact).generate(["Why?"], beams)
+    out = run(*ask[:2], "Why?", *ask[2:], "--n", 2, "--beam-width", 4)[1]
+    assert out == "".join(f"[{i}/2] {answer.text}\n" for i, answer in enumerate(completion.answers, 1))
+
+
 def test_run_with_token_ids(id_artifact: Path, run: Run) -> None:
     expected = octavo.load(id_artifact).generate([3, 4, 5], octavo.SamplingParams(max_tokens=4))[0].token_ids
     assert run("run", id_artifact, "3 4, 5", "--max-tokens", 4)[1].split() == [str(i) for i in expected]
