@@ -2,7 +2,7 @@ import runpy
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -262,25 +262,38 @@ def test_a_page_that_host_memory_has_already_takes_no_second_slot() -> None:
     assert new(memory, prompt(2, 3))[1] == 2
 
 
-def runs(
-    num_pages: int, page_size: int, windows: tuple[int | None, ...], prompt_len: int,
-    length: int, first: int, branches: int, step: int, shared: bool,
-) -> bool:  # fmt: skip
+class Alone(NamedTuple):
+    """A request alone in a pool, `step` tokens at a time."""
+
+    num_pages: int
+    page_size: int
+    windows: tuple[int | None, ...]
+    prompt_len: int
+    branches: int
+    step: int
+    shared: bool
+
+    def reaches(self, length: int) -> bool:
+        """However its first step is cut."""
+        return all(runs(self, length, first) for first in range(1, self.step + 1))
+
+
+def runs(case: Alone, length: int, first: int) -> bool:
     """Whether a request alone in the pool gets to a length: `first` tokens, then `step` at a time until its prompt is
     computed, then one at a time in each branch."""
-    memory = PagedMemory(num_pages, page_size, windows, use_prefix_cache=False)
-    tokens, prompt_len = prompt(1, length), min(prompt_len, length)
+    memory = PagedMemory(case.num_pages, case.page_size, case.windows, use_prefix_cache=False)
+    tokens, prompt_len = prompt(1, length), min(case.prompt_len, length)
     table = memory.new_table(SHARED_KEY)
     try:
         memory.admit(table, tokens[:prompt_len], SHARED_KEY)
         while table.num_tokens < prompt_len:
-            end = min(prompt_len, table.num_tokens + (step if table.num_tokens else first))
+            end = min(prompt_len, table.num_tokens + (case.step if table.num_tokens else first))
             memory.reserve(table, end)
             memory.commit(table, tokens, end)
         tables = [table]
         while table.num_tokens < length:
-            if shared or len(tables) == 1:  # beams go on from the same one
-                forks = [memory.fork(table) for _ in range(branches - 1)]
+            if case.shared or len(tables) == 1:  # beams go on from the same one
+                forks = [memory.fork(table) for _ in range(case.branches - 1)]
                 for old in tables[1:]:
                     memory.release(old)
                 tables = [table, *forks]
@@ -306,11 +319,10 @@ def test_most_tokens_is_what_a_request_gets_to_and_not_one_more(
         memory = PagedMemory(num_pages, size, windows)
         most = memory.most_tokens(prompt_len, branches, step, shared)
 
-        def reaches(length: int, *case: Any, how: Any = (branches, step, shared)) -> bool:
-            return all(runs(*case, length, first, *how) for first in range(1, how[1] + 1))
-
+        case = Alone(num_pages, size, windows, prompt_len, branches, step, shared)
         for length in range(1, min(most, 24) + 1):
-            assert reaches(length, num_pages, size, windows, prompt_len), (size, num_pages, most, length)
+            assert case.reaches(length), (case, most, length)
         if most < 1000 and (branches == 1 or windows == (None,)):
-            again = most + 1 if branches == 1 else prompt_len  # all are computed again, as of a prompt
-            assert not reaches(most + 1, num_pages, size, windows, again), (size, num_pages, most)
+            if branches == 1:
+                case = case._replace(prompt_len=most + 1)  # all is computed again, as of a prompt
+            assert not case.reaches(most + 1), (case, most)
