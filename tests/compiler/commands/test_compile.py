@@ -15,7 +15,7 @@ TINY = f"{Path(__file__).resolve().parents[2]}/support/tiny_llama.py:build"
 def test_compile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = ("--dtype", "bf16", "--page-size", "8", "--max-model-len", "32", "--max-batch-tokens", "16")
-    code, out, err = run("compile", TINY, *options, "--verify", "sites", "--dump", "dumps")
+    code, out, err = run("compile", TINY, *options, "--verify", "sites", "--dump", "dumps", "--deterministic")
     assert (code, out) == (0, "tiny_llama-cpu.octavo\n")
     artifact = octavo.load(out.strip()).artifact
     expected = {
@@ -24,6 +24,7 @@ def test_compile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "max_model_len": 32,
         "max_batch_tokens": 16,
         "verify": "sites",
+        "deterministic": True,
     }
     assert expected.items() <= artifact.manifest["options"].items()
     assert {p.name for p in tmp_path.iterdir()} == {"tiny_llama-cpu.octavo", "dumps"}
