@@ -51,8 +51,8 @@ class World:
             digest=all_collide if setting.is_weak else sha256,
         )  # fmt: skip
         self.garbage: Content = (-1,) * setting.page_size
-        self.pages = [self.garbage] * setting.num_pages
-        self.slots = [self.garbage] * setting.num_host_pages
+        self.pages: list[Content] = [self.garbage] * setting.num_pages
+        self.slots: list[Content] = [self.garbage] * setting.num_host_pages
         self.families: list[Family] = []
         self.ended: list[PageTable] = []  # given up by an operation that is not through
         self.history: list[list[int]] = [[]]  # what prompts begin with
@@ -81,7 +81,7 @@ class World:
             if not self._admit(branch):
                 self.families.remove(family)
                 return
-        self.history = [*self.history[-7:], branch.tokens]
+        self.history = [*self.history[-7:], self.families[-1].branches[-1].tokens]
 
     def resume(self, draw: Draw) -> None:
         """A preempted branch comes back."""
