@@ -88,17 +88,17 @@ class Marks:
 def measure(running: int, options: argparse.Namespace) -> list[dict[str, float]]:
     """Each step's parts, once all requests decode."""
     num_tokens = options.warmup + options.steps + 1
-    length = options.prompt + num_tokens
+    length = options.prompt + options.page_size + num_tokens
     num_pages = 1 + running * -(-length // options.page_size)
     runner = ConstantRunner(num_pages, options.page_size, options.vocab, running)
     model = ModelInfo(
         "constant", options.vocab, num_layers=1, max_model_len=length,
-        max_batch_tokens=max(2048, running * options.prompt), eos_token_ids=(),
+        max_batch_tokens=max(2048, running * length), eos_token_ids=(),
     )  # fmt: skip
     engine = Engine(runner, model, max_requests=running, seed=0)
     random = np.random.default_rng(0)
-    for _ in range(running):
-        prompt = random.integers(0, options.vocab, options.prompt).tolist()
+    for index in range(running):  # of unequal lengths, so that they do not all need a page in the same step
+        prompt = random.integers(0, options.vocab, options.prompt + index % options.page_size).tolist()
         engine.add_request(prompt, SamplingParams(num_tokens))
     marks = Marks(engine)
     results = []

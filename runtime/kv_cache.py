@@ -95,7 +95,7 @@ class PagePool:
 
         found  kept or held pages that the same owner wants; they are never evicted to make the new ones
         """
-        revived = {page for page in found if self._holders[page] == 0}
+        revived = {page for page in found if self._holders[page] == 0} if found else ()
         if count > self.num_free - len(revived):
             raise OutOfPages(
                 f"page pool: expected {count} free pages, got {self.num_free - len(revived)} of {self.capacity}"

@@ -52,6 +52,7 @@ class PagedMemory:
         assert num_pages >= 2, f"expected the null page and at least one more, got {num_pages} pages"
         self.page_size = page_size
         self.windows = tuple(windows)
+        self._windowed = tuple(group for group, window in enumerate(windows) if window is not None)
         self.use_prefix_cache = use_prefix_cache
         self.pool = PagePool(num_pages, self._evict)
         self.host = PagePool(num_host_pages + 1, self._drop_slot)
@@ -149,9 +150,12 @@ class PagedMemory:
         A shared page that is about to be written is copied first; a page of its own that the prefix cache knows,
         with other tokens after those that it shared, is forgotten there.
         """
-        first, last = table.num_tokens // self.page_size, self._pages_of(end)
-        if self._can_write(table, first, last):
-            return
+        first, last = table.num_tokens // self.page_size, -(-end // self.page_size)
+        for row in table.groups:
+            if last > len(row) or not self.pool.are_own(row[first:last]):
+                break
+        else:
+            return  # nearly always, and this is asked for every token
         grown = [self._missing(table, group, last) for group in range(len(self.windows))]
         written = [
             (group, index)
@@ -170,13 +174,6 @@ class PagedMemory:
             self.pool.free([old])
         for row, (num_null, num_new) in zip(table.groups, grown, strict=True):
             row.extend([NULL_PAGE] * num_null + [next(fresh) for _ in range(num_new)])
-
-    def _can_write(self, table: PageTable, first: int, last: int) -> bool:
-        """Whether pages first : last are there and nobody else's: nearly always, and asked for every token."""
-        for row in table.groups:
-            if last > len(row) or not self.pool.are_own(row[first:last]):
-                return False
-        return True
 
     def _overwrite(self, page: int) -> None:
         """A page is written: its only holder may be what shared the beginning of a page that is cached."""
@@ -197,9 +194,7 @@ class PagedMemory:
         table.num_tokens = num_tokens
         while self.use_prefix_cache and (table.num_known + 1) * self.page_size <= num_tokens:
             self._remember(table, tokens)
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
+        for group in self._windowed:
             row, first = table.groups[group], self.prefixes.first_page(group, num_tokens)
             if first > table.slid[group]:
                 passed, row[table.slid[group] : first] = (

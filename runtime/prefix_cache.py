@@ -116,13 +116,16 @@ class PrefixCache:
         node: Node | None = self.root(key)
         for page in range(num_pages):
             assert node is not None
-            node = self._find(node, tuple(tokens[page * self.page_size : (page + 1) * self.page_size]))
+            own = tuple(tokens[page * self.page_size : (page + 1) * self.page_size])
+            node = self._find(node, own, self._digest_of(node, own))
             if node is None:
                 return
             yield node
 
-    def _find(self, parent: Node, tokens: tuple[int, ...]) -> Node | None:
-        digest = self._digest(parent.digest, array("q", tokens).tobytes())
+    def _digest_of(self, parent: Node, tokens: tuple[int, ...]) -> bytes:
+        return self._digest(parent.digest, array("q", tokens).tobytes())
+
+    def _find(self, parent: Node, tokens: tuple[int, ...], digest: bytes) -> Node | None:
         for node in self._nodes.get(digest, ()):
             if node.parent is parent and node.tokens == tokens:
                 return node
@@ -132,10 +135,10 @@ class PrefixCache:
         """The node of a full page of tokens after a parent, made if it is not there."""
         assert len(tokens) == self.page_size, f"expected {self.page_size} tokens, got {len(tokens)}"
         parent = self._current(parent)
-        return self._find(parent, tokens) or self._new_node(parent, tokens)
+        digest = self._digest_of(parent, tokens)
+        return self._find(parent, tokens, digest) or self._new_node(parent, tokens, digest)
 
-    def _new_node(self, parent: Node, tokens: tuple[int, ...]) -> Node:
-        digest = self._digest(parent.digest, array("q", tokens).tobytes())
+    def _new_node(self, parent: Node, tokens: tuple[int, ...], digest: bytes) -> Node:
         return Node(parent, tokens, digest, self._none(), self._none())
 
     def _current(self, node: Node) -> Node:
@@ -145,8 +148,9 @@ class PrefixCache:
             dropped.append(node)
             node = node.parent
         for each in reversed(dropped):
-            same = each if each.parent is node else self._new_node(node, each.tokens)
-            node = self._find(node, each.tokens) or same
+            digest = self._digest_of(node, each.tokens)
+            same = each if each.parent is node else self._new_node(node, each.tokens, digest)
+            node = self._find(node, each.tokens, digest) or same
         return node
 
     def add_page(self, node: Node, group: int, page: int) -> bool:

@@ -5,7 +5,7 @@ interrupted is simply run again.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ class Chunk(NamedTuple):
     def is_sampled(self) -> bool:
         """Whether the chunk ends with the branch's newest token, so that its logits give the next."""
         return self.start + self.length == len(self.branch.tokens)
+
+
+Plan = Callable[[Request, int], list[Chunk]]
 
 
 @dataclass
@@ -146,11 +149,11 @@ class Scheduler:
             (decoding if request.is_decoding else prompts).append(request)
         for request in decoding:
             if request.status is Status.RUNNING:
-                chunks += self._planned(request, self.max_batch_tokens)
+                chunks += self._planned(request, self.max_batch_tokens, self._plan_newest)
         budget = self.max_batch_tokens - len(chunks)
         for request in prompts:
             if request.status is Status.RUNNING:
-                own = self._planned(request, budget)
+                own = self._planned(request, budget, self._plan)
                 budget -= sum(chunk.length for chunk in own)
                 chunks += own
         # A decoding request may have given way to an earlier one that was planned after it.
@@ -165,11 +168,11 @@ class Scheduler:
         assert chunks or not self.requests, "requests are queued but the step is empty"
         return chunks
 
-    def _planned(self, request: Request, budget: int) -> list[Chunk]:
+    def _planned(self, request: Request, budget: int, plan: Plan) -> list[Chunk]:
         """A running request's chunks, with room for them; [] if it had to give way or waits for budget."""
         while True:
             try:
-                return self._plan(request, budget)
+                return plan(request, budget)
             except OutOfPages as error:
                 victim = self.running[-1]
                 if len(self.running) == 1:
@@ -183,14 +186,7 @@ class Scheduler:
     def _plan(self, request: Request, budget: int) -> list[Chunk]:
         live = request.live
         if request.is_decoding:
-            if len(live) > budget:
-                return []
-            chunks = []
-            for branch in live:
-                length = len(branch.tokens)
-                self.memory.reserve(branch.table, length)
-                chunks.append(Chunk(request, branch, length - 1, 1))
-            return chunks
+            return self._plan_newest(request, budget)
         # Several branches go on together, so each stops before its newest token.
         left_out = 1 if len(live) > 1 else 0
         for branch in live:
@@ -210,7 +206,19 @@ class Scheduler:
                 self.memory.reserve(branch.table, start + length)
                 return [Chunk(request, branch, start, length)]
         assert request.is_decoding, "a request that does not decode has nothing to compute"
-        return self._plan(request, budget)
+        return self._plan_newest(request, budget)
+
+    def _plan_newest(self, request: Request, budget: int) -> list[Chunk]:
+        """The newest token of each branch, all or none."""
+        if len(request.branches) > budget and len(request.live) > budget:
+            return []
+        chunks = []
+        for branch in request.branches:
+            if branch.finish_reason is None:
+                length = len(branch.tokens)
+                self.memory.reserve(branch.table, length)
+                chunks.append(Chunk(request, branch, length - 1, 1))
+        return chunks
 
     def _begin(self, request: Request, branch: Branch, stop: int) -> None:
         """Give a branch its pages: those of the sibling it has most in common with, or what the prefix cache has of
@@ -290,13 +298,13 @@ class Scheduler:
         Ends a branch at a stop token ("stop") or at its max_len ("length"); others may call `finish`.
         """
         results = iter(sampled)
-        for chunk in chunks:
-            request, branch = chunk.request, chunk.branch
-            tokens = next(results) if chunk.is_sampled else ()
+        for request, branch, start, length in chunks:
+            is_sampled = start + length == len(branch.tokens)
+            tokens = next(results) if is_sampled else ()
             if len(tokens) == 1:
                 # The token first: `recovery` can tell what is computed, but not what was sampled.
                 branch.take(tokens[0], request.prompt_len)
-            self.memory.commit(branch.table, branch.tokens, chunk.start + chunk.length)
+            self.memory.commit(branch.table, branch.tokens, start + length)
             if len(tokens) > 1:
                 self._fork(request, branch, tokens)
             if tokens:
