@@ -320,8 +320,8 @@ def test_most_tokens_is_what_a_request_gets_to_and_not_one_more(
         most = memory.most_tokens(prompt_len, branches, step, shared)
 
         case = Alone(num_pages, size, windows, prompt_len, branches, step, shared)
-        for length in range(1, min(most, 24) + 1):
-            assert case.reaches(length), (case, most, length)
+        for length in {1, prompt_len, prompt_len + 1, min(most, 24) - 1, min(most, 24)}:
+            assert not 0 < length <= most or case.reaches(length), (case, most, length)
         if most < 1000 and (branches == 1 or windows == (None,)):
             if branches == 1:
                 case = case._replace(prompt_len=most + 1)  # all is computed again, as of a prompt

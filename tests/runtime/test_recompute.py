@@ -68,7 +68,7 @@ def test_answers_computed_again_fit_the_pool_they_were_admitted_to(
 ) -> None:
     rng = random.Random(1)
     num_preempted = 0
-    for _ in range(60):
+    for _ in range(30):
         page_size, prompt = rng.choice([1, 2, 4]), [rng.randrange(2) for _ in range(rng.randint(1, 12))]
         params = SamplingParams(max_tokens=rng.randint(2, 14), n=rng.choice([2, 3]), temperature=1.0)
         num_pages = smallest_pool(page_size, windows, len(prompt), params)
@@ -83,10 +83,10 @@ def test_answers_computed_again_fit_the_pool_they_were_admitted_to(
         assert request.error is None, (request.error, page_size, num_pages)
         assert scheduler.memory.pool.num_free == scheduler.memory.pool.capacity
         num_preempted += scheduler.stats.num_preemptions
-    assert num_preempted > 10
+    assert num_preempted > 5
 
 
-@pytest.mark.parametrize("num_pages", range(5, 14))
+@pytest.mark.parametrize("num_pages", (5, 7, 9, 12))
 def test_what_gave_way_to_a_request_that_fails_in_the_same_step_runs_instead(num_pages: int) -> None:
     for delay in range(14):
         scheduler, rng = make_scheduler(num_pages, 4, (None,), False), random.Random(0)
