@@ -68,7 +68,7 @@ def logits(artifact: Artifact, steps: list[list[Chunk]]) -> NDArray[np.float32]:
         arrays = {name: np.ascontiguousarray(value.numpy()) for name, value in step.tensors.items()}
         ids = np.concatenate([TOKENS[c.request, c.start : c.start + c.length] for c in chunks])
         arrays |= {"positions": arrays["positions"][0], "logit_rows": np.arange(len(ids))}
-        found = runner.run(Batch(input_ids=ids, **arrays))
+        found = runner.run(Batch(input_ids=ids, windowed=(), **arrays))
         ends = np.cumsum([c.length for c in chunks])
         rows += [
             found[end - c.length : end].copy() for c, end in zip(chunks, ends, strict=True) if c.request == 0
