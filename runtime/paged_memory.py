@@ -18,10 +18,11 @@ _MOST_TOKENS = 1 << 40
 class PageTable:
     """The pages of one sequence.
 
-    groups      for each page group, pages by position; the null page where a window slid past
-    num_tokens  tokens whose keys and values are in the pages
-    node        the deepest page of the sequence that the prefix cache was told of, and num_known pages lead to it
-    in_host     groups hold slots of host memory instead
+    groups        for each page group, pages by position; the null page where a window slid past
+    num_tokens    tokens whose keys and values are in the pages
+    node          the deepest page of the sequence that the prefix cache was told of, and num_known pages lead to it
+    in_host       groups hold slots of host memory instead
+    num_writable  tokens up to this one are in pages of its own or may be written there; 0: to be looked up
     """
 
     groups: list[list[int]]
@@ -31,6 +32,7 @@ class PageTable:
     num_known: int = 0
     in_host: bool = False
     slid: list[int] = field(default_factory=list)
+    num_writable: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -150,19 +152,16 @@ class PagedMemory:
         A shared page that is about to be written is copied first; a page of its own that the prefix cache knows,
         with other tokens after those that it shared, is forgotten there.
         """
-        first, last = table.num_tokens // self.page_size, -(-end // self.page_size)
-        for row in table.groups:
-            if last > len(row) or not self.pool.are_own(row[first:last]):
-                break
-        else:
+        if end <= table.num_writable:
             return  # nearly always, and this is asked for every token
+        first, last = table.num_tokens // self.page_size, self._pages_of(end)
         grown = [self._missing(table, group, last) for group in range(len(self.windows))]
-        written = [
-            (group, index)
-            for group, row in enumerate(table.groups)
-            for index in range(first, min(last, len(row)))
-        ]
-        copied = [(group, i) for group, i in written if self.pool.is_shared(table.groups[group][i])]
+        written, copied = [], []
+        for group, row in enumerate(table.groups):
+            for index in range(first, min(last, len(row))):
+                written.append((group, index))
+                if self.pool.is_shared(row[index]):
+                    copied.append((group, index))
         fresh = iter(self.pool.allocate(len(copied) + sum(num_new for _, num_new in grown)))
         for group, index in written:
             self._overwrite(table.groups[group][index])
@@ -174,6 +173,7 @@ class PagedMemory:
             self.pool.free([old])
         for row, (num_null, num_new) in zip(table.groups, grown, strict=True):
             row.extend([NULL_PAGE] * num_null + [next(fresh) for _ in range(num_new)])
+        table.num_writable = last * self.page_size
 
     def _overwrite(self, page: int) -> None:
         """A page is written: its only holder may be what shared the beginning of a page that is cached."""
@@ -216,6 +216,7 @@ class PagedMemory:
     def fork(self, table: PageTable) -> PageTable:
         """A second sequence with the same tokens. Nothing is copied until one of the two writes."""
         assert not table.in_host, "a swapped sequence is forked"
+        table.num_writable = 0
         for row in table.groups:
             self.pool.share(row)
         groups = [list(row) for row in table.groups]
@@ -229,6 +230,7 @@ class PagedMemory:
         first = [self.prefixes.first_page(group, length) for group in range(len(self.windows))]
         if any(slid > needed for slid, needed in zip(source.slid, first, strict=True)):
             return False
+        source.num_writable = 0
         count = self._pages_of(length)
         rows = [
             [NULL_PAGE] * start + row[start:count] for start, row in zip(first, source.groups, strict=True)
@@ -246,7 +248,7 @@ class PagedMemory:
     def release(self, table: PageTable) -> None:
         """Take back all pages of a table. It can be admitted again."""
         groups, table.groups = table.groups, [[] for _ in self.windows]
-        table.num_tokens, table.num_known, table.node = 0, 0, table.root
+        table.num_tokens, table.num_known, table.node, table.num_writable = 0, 0, table.root, 0
         table.slid = [0] * len(self.windows)
         holder, table.in_host = (self.host if table.in_host else self.pool), False
         for row in groups:
@@ -268,6 +270,7 @@ class PagedMemory:
         self.moves += [move(page, target[page]) for page in distinct]
         seen: set[int] = set()
         for table in tables:
+            table.num_writable = 0
             moved = [[target[page] for page in row] for row in table.groups]
             for row in moved:
                 new.share([page for page in row if page in seen])
@@ -334,7 +337,7 @@ class PagedMemory:
             self.moves, self.is_moving = [], False
         self.prefixes.clear()
         for table in tables:
-            table.node, table.num_known = table.root, 0
+            table.node, table.num_known, table.num_writable = table.root, 0, 0
             if table.is_empty:  # given up just now
                 table.num_tokens, table.slid, table.in_host = 0, [0] * len(self.windows), False
         self.pool.rebuild([row for table in tables if not table.in_host for row in table.groups])
@@ -345,6 +348,11 @@ class PagedMemory:
         tables = list(tables)
         self.pool.check([row for table in tables if not table.in_host for row in table.groups])
         self.host.check([row for table in tables if table.in_host for row in table.groups])
+        for table in tables:
+            written = slice(table.num_tokens // self.page_size, table.num_writable // self.page_size)
+            assert all(self.pool.are_own(row[written]) for row in table.groups), (
+                "another's page may be written"
+            )
         self.prefixes.check()
         assert self.pool.kept == set(self.prefixes.pages), (
             "pages are kept and not findable, or findable and not kept"

@@ -107,6 +107,14 @@ class Request:
         return True
 
     @property
+    def has_room(self) -> bool:
+        """Whether the newest token of each branch can be written where its pages are."""
+        for branch in self.branches:
+            if branch.finish_reason is None and len(branch.tokens) > branch.table.num_writable:
+                return False
+        return True
+
+    @property
     def is_swapped(self) -> bool:
         return self.branches[0].table.in_host or any(branch.table.in_host for branch in self.branches)
 

@@ -5,7 +5,7 @@ interrupted is simply run again.
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,9 +32,6 @@ class Chunk(NamedTuple):
     def is_sampled(self) -> bool:
         """Whether the chunk ends with the branch's newest token, so that its logits give the next."""
         return self.start + self.length == len(self.branch.tokens)
-
-
-Plan = Callable[[Request, int], list[Chunk]]
 
 
 @dataclass
@@ -141,24 +138,24 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, at most one a branch; empty only when nothing is queued, or when the one request
         left had to end."""
-        chunks: list[Chunk] = []
         num_preemptions = self.stats.num_preemptions
         decoding: list[Request] = []
         prompts: list[Request] = []
         for request in self.running:
             (decoding if request.is_decoding else prompts).append(request)
         for request in decoding:
-            if request.status is Status.RUNNING:
-                chunks += self._planned(request, self.max_batch_tokens, self._plan_newest)
+            if not request.has_room and request.status is Status.RUNNING:
+                self._planned(request, self.max_batch_tokens)
+        chunks = _newest(decoding)
         budget = self.max_batch_tokens - len(chunks)
         for request in prompts:
             if request.status is Status.RUNNING:
-                own = self._planned(request, budget, self._plan)
+                own = self._planned(request, budget)
                 budget -= sum(chunk.length for chunk in own)
                 chunks += own
-        # A decoding request may have given way to an earlier one that was planned after it.
-        chunks = [chunk for chunk in chunks if chunk.request.status is Status.RUNNING]
         has_room = self.stats.num_preemptions == num_preemptions
+        if not has_room:  # a decoding request may have given way to an earlier one that was planned after it
+            chunks = [chunk for chunk in chunks if chunk.request.status is Status.RUNNING]
         while self.waiting and budget > 0 and (has_room or not self.running):
             own = self._admit(self.waiting[0], budget)
             if not own:
@@ -168,11 +165,11 @@ class Scheduler:
         assert chunks or not self.requests, "requests are queued but the step is empty"
         return chunks
 
-    def _planned(self, request: Request, budget: int, plan: Plan) -> list[Chunk]:
+    def _planned(self, request: Request, budget: int) -> list[Chunk]:
         """A running request's chunks, with room for them; [] if it had to give way or waits for budget."""
         while True:
             try:
-                return plan(request, budget)
+                return self._plan(request, budget)
             except OutOfPages as error:
                 victim = self.running[-1]
                 if len(self.running) == 1:
@@ -210,15 +207,12 @@ class Scheduler:
 
     def _plan_newest(self, request: Request, budget: int) -> list[Chunk]:
         """The newest token of each branch, all or none."""
-        if len(request.branches) > budget and len(request.live) > budget:
+        live = request.live
+        if len(live) > budget:
             return []
-        chunks = []
-        for branch in request.branches:
-            if branch.finish_reason is None:
-                length = len(branch.tokens)
-                self.memory.reserve(branch.table, length)
-                chunks.append(Chunk(request, branch, length - 1, 1))
-        return chunks
+        for branch in live:
+            self.memory.reserve(branch.table, len(branch.tokens))
+        return _newest([request])
 
     def _begin(self, request: Request, branch: Branch, stop: int) -> None:
         """Give a branch its pages: those of the sibling it has most in common with, or what the prefix cache has of
@@ -299,19 +293,23 @@ class Scheduler:
         """
         results = iter(sampled)
         for request, branch, start, length in chunks:
-            is_sampled = start + length == len(branch.tokens)
-            tokens = next(results) if is_sampled else ()
+            tokens = next(results) if start + length == len(branch.tokens) else ()
             if len(tokens) == 1:
                 # The token first: `recovery` can tell what is computed, but not what was sampled.
                 branch.take(tokens[0], request.prompt_len)
             self.memory.commit(branch.table, branch.tokens, start + length)
             if len(tokens) > 1:
                 self._fork(request, branch, tokens)
-            if tokens:
-                for each in request.branches if len(tokens) > 1 else (branch,):
-                    if reason := end_reason(request, each):
-                        self.finish_branch(request, each, reason)
+                for each in request.branches:
+                    self._end(request, each)
+            elif tokens:
+                self._end(request, branch)
         assert next(results, None) is None, "more tokens were sampled than chunks asked for"
+
+    def _end(self, request: Request, branch: Branch) -> None:
+        """End a branch that its newest token ends."""
+        if reason := end_reason(request, branch):
+            self.finish_branch(request, branch, reason)
 
     def _fork(self, request: Request, first: Branch, tokens: Sequence[Sampled]) -> None:
         others = [
@@ -370,6 +368,16 @@ def rank(request: Request) -> tuple[bool, int, int]:
     """What requests are ordered by, lower first."""
     is_overdue = request.num_overtaken >= MAX_OVERTAKEN
     return not is_overdue, 0 if is_overdue else request.priority, request.request_id
+
+
+def _newest(requests: Sequence[Request]) -> list[Chunk]:
+    """The newest token of each branch, to be computed."""
+    chunks = []
+    for request in requests:  # loops: they take a third of the time of comprehensions here
+        for branch in request.branches:
+            if branch.finish_reason is None:
+                chunks.append(Chunk(request, branch, len(branch.tokens) - 1, 1))
+    return chunks
 
 
 def end_reason(request: Request, branch: Branch) -> FinishReason | None:
