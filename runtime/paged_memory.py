@@ -156,12 +156,12 @@ class PagedMemory:
             return  # nearly always, and this is asked for every token
         first, last = table.num_tokens // self.page_size, self._pages_of(end)
         grown = [self._missing(table, group, last) for group in range(len(self.windows))]
-        written, copied = [], []
-        for group, row in enumerate(table.groups):
-            for index in range(first, min(last, len(row))):
-                written.append((group, index))
-                if self.pool.is_shared(row[index]):
-                    copied.append((group, index))
+        written = [
+            (group, index)
+            for group, row in enumerate(table.groups)
+            for index in range(first, min(last, len(row)))
+        ]
+        copied = [(group, i) for group, i in written if self.pool.is_shared(table.groups[group][i])]
         fresh = iter(self.pool.allocate(len(copied) + sum(num_new for _, num_new in grown)))
         for group, index in written:
             self._overwrite(table.groups[group][index])
