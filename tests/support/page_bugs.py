@@ -67,6 +67,16 @@ BUGS = [
         "[self.pool.allocate(1)[0] for _ in range(len(copied) + sum(num_new for _, num_new in grown))]")),
     bug("a cached page is written by its last holder", (
         PagedMemory, "_overwrite", "if not self.pool.is_shared(page)", "if False")),
+    bug("the source of a fork goes on writing", (
+        PagedMemory, "fork", "table.num_writable = 0", "pass")),
+    bug("whose beginning is shared goes on writing", (
+        PagedMemory, "share_prefix", "source.num_writable = 0", "pass")),
+    bug("an empty table may write", (
+        PagedMemory, "release", "table.root, 0\n", "table.root, table.num_writable\n")),
+    bug("a table may write where it was before it was swapped", (
+        PagedMemory, "_swap", "table.num_writable = 0", "pass")),
+    bug("a table may write a page more than it has", (
+        PagedMemory, "reserve", "table.num_writable = last *", "table.num_writable = (last + 1) *")),
     bug("the prefix cache is not told of an eviction", (
         PagedMemory, "_evict", "self.prefixes.drop_page(page)", "pass")),
     bug("an eviction overtakes earlier moves", (
