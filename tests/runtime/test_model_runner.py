@@ -217,7 +217,7 @@ def test_a_failing_step_says_at_which_sizes_and_ends_its_requests(save: Save) ->
         ExecutionError, match=r"expected octavo_step to return 0, got 7 at T=3, R=1, L=1, P=1, num_pages=10"
     ):
         engine.generate([[1, 12, 1]], SamplingParams(max_tokens=2))
-    assert engine.pool.num_free == 9
+    assert engine.memory.pool.num_free == 9
     assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == expected([1, 2], 3)
 
 
