@@ -127,10 +127,12 @@ def _bar(snapshot: Snapshot) -> Text:
     """A state that has pages has a cell at least; clean pages have what is left."""
     total = sum(snapshot.pages[state] for state in _LOOKS)
     bar = Text()
+    num_later = sum(snapshot.pages[state] > 0 for state in _LOOKS)
     for state, (cell, style) in _LOOKS.items():
         count = snapshot.pages[state]
+        num_later -= count > 0
         wanted = max(1, round(BAR_WIDTH * count / total)) if count else 0
-        left = BAR_WIDTH - len(bar)
+        left = BAR_WIDTH - len(bar) - num_later
         bar.append(cell * (left if state is PageState.CLEAN else min(wanted, left)), style)
     return bar
 

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.compiler.artifact import ModelInfo
-from octavo.compiler.commands.live_stats import LiveStats
+from octavo.compiler.commands.live_stats import LiveStats, figures
 from octavo.compiler.report import as_text
 from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
+from octavo.runtime.kv_cache import PageState
 from octavo.runtime.page_moves import Move
 from octavo.runtime.sampling_params import SamplingParams
 
@@ -97,6 +99,13 @@ def test_figures_of_shared_pages(engine: Engine) -> None:
     unused = f"{100 * (1 - (32 + 3 * 9) / 80):.1f} % unused"
     assert lines[0] == "most pages " + "█" * 6 + "▓" * 4 + "░" * 22 + f" 5.0 KiB held, {unused}"
     assert lines[1] == "  3 private, 2 shared, 0 free-cached, 11 free-clean"
+
+
+def test_a_state_with_few_pages_has_a_cell_all_the_same(engine: Engine) -> None:
+    states = (PageState.PRIVATE, PageState.SHARED, PageState.CACHED, PageState.CLEAN)
+    for counts, bar in (((1, 2, 3, 2000), "█▓▒" + "░" * 29), ((995, 2, 2, 1), "█" * 29 + "▓▒░")):
+        now = replace(engine.snapshot(), pages=dict(zip(states, counts, strict=True)))
+        assert as_text(figures(now, now, now, "pages")).split()[1] == bar
 
 
 def test_a_batch_shows_figures_in_place_of_bars(
