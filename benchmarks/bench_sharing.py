@@ -115,7 +115,8 @@ def client_beams(width: int, num_tokens: int) -> Work:
             sent = [[*prompt, *tokens] for _, tokens in alive]
             found = []
             for (total, tokens), answer in zip(alive, meter.engine.generate(sent, params), strict=True):
-                for token in answer.answers[0].logprobs or ():  # one
+                reported = answer.answers[0].logprobs
+                for token in reported if reported is not None else ():  # one
                     found += [(total + logprob, (*tokens, each)) for each, logprob in token.top_logprobs]
             alive = sorted(found, key=lambda beam: -beam[0])[:width]
         return [alive[0][1]]

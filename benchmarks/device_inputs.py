@@ -71,9 +71,7 @@ def tensors_of(
             if arg.kind == "scalar" or arg.name in held:
                 continue
             dtype = DTYPES[arg.dtype]
-            if launch.op == "copy_pages":
-                held |= _copied_pages(launch, dims, device)
-            elif arg.name in scratch:
+            if arg.name in scratch:
                 shape = [evaluate(size, dims) for size in scratch[arg.name][1]]
                 held[arg.name] = _filled(math.prod(shape), dtype, device, poison_outputs)
             elif is_output(arg):
@@ -106,19 +104,6 @@ def needed_bytes(spec: KernelSpec, dims: Mapping[str, int]) -> int:
     return sum(
         _count(launch, arg, dims, generous) * DTYPES[arg.dtype].itemsize for launch, arg in args.values()
     )
-
-
-def _copied_pages(launch: KernelSpec, dims: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Page 1 to page 2, and so on, in caches whose addresses are an argument."""
-    params, copies = dict(launch.params), dims["N"]
-    size = 8 * int(params["HEADS"]) * int(params["PAGE_SIZE"]) * int(params["WIDTH"])
-    layers = evaluate(launch.grid[1], dims)
-    memory = torch.zeros(layers, 2 * copies + 1, size, dtype=torch.uint8, device=device)
-    pages = torch.arange(copies, dtype=torch.int32, device=device)
-    rows = torch.full((copies,), int(params["PAGE_SIZE"]), dtype=torch.int32, device=device)
-    addresses = memory.data_ptr() + torch.arange(layers, device=device) * memory[0].numel()
-    named = {"caches": addresses, "source": 2 * pages + 1, "target": 2 * pages + 2, "rows": rows}
-    return {**named, "behind caches": memory}
 
 
 def is_output(arg: Arg) -> bool:

@@ -1,4 +1,4 @@
-"""Writes to pages of FP8 and NVFP4 of the Triton family, and the copy of pages of any dtype."""
+"""Writes to pages of FP8 and NVFP4 of the Triton family."""
 
 from dataclasses import replace
 
@@ -8,19 +8,14 @@ from octavo.codegen.mla_triton import latent_write_spec
 from octavo.codegen.quantize_triton import BLOCK_ELEMENTS, has_fp4_conversion
 from octavo.codegen.specs_triton import (
     Heads,
-    ceil_div,
     kv_write_spec,
-    power_of_2,
     rope_kv_write_spec,
-    warps_for,
 )
 from octavo.compiler.program import ITEM_BYTES, Dim
 from octavo.compiler.target import Target
 
 PAGE_DTYPES = {"fp8": "fp8", "nvfp4": "u8"}
 FEATURES = {"fp8": ("fp8_convert",), "nvfp4": ("fp4_convert", "fp8_convert")}
-# Bytes that a program copies of a head's page.
-COPY_BYTES = 16384
 
 
 def kv_write_quantize_spec(count: Dim, heads: Heads, dtype: str, pages: str, target: Target) -> KernelSpec:
@@ -90,32 +85,6 @@ def latent_write_quantize_spec(rank: int, rope_dim: int, dtype: str) -> KernelSp
     return _reformed(spec, "fp8", {"pages": "fp8"})
 
 
-def copy_pages_spec(count: Dim, layers: int, heads: int, page_size: int, row_bytes: int) -> KernelSpec:
-    """Pages `source` (count,) i32 to pages `target`, the first `rows` (count,) i32 of each, in all layers' caches.
-
-    caches (layers,) i64: addresses, each a multiple of 16, of (pages, heads, page_size, row_bytes) bytes. bytes
-    are those of whole pages.
-    """
-    word = next(dtype for dtype in ("i64", "i32", "u8") if row_bytes % ITEM_BYTES[dtype] == 0)
-    width = row_bytes // ITEM_BYTES[word]
-    block = min(power_of_2(page_size * width), COPY_BYTES // ITEM_BYTES[word])
-    chunks = ceil_div(page_size * width, block)
-    return KernelSpec(
-        op="copy_pages",
-        template="triton/copy_pages.py.jinja",
-        params=(
-            ("dtype", word), ("word", {"i64": "tl.int64", "i32": "tl.int32", "u8": "tl.uint8"}[word]),
-            ("HEADS", heads), ("PAGE_SIZE", page_size), ("WIDTH", width), ("BLOCK", block),
-        ),
-        args=(pointer("caches", "i64"), *(pointer(name, "i32") for name in ("source", "target", "rows"))),
-        grid=(str(count), str(layers), str(heads * chunks)),
-        bytes=f"({count}) * {2 * layers * heads * page_size * row_bytes}",
-        num_warps=warps_for(block),
-        label=f"l{layers}_h{heads}_p{page_size}_b{row_bytes}",
-        waits=True,
-    )  # fmt: skip
-
-
 LLAMA, GPT_OSS = Heads(32, 8, 128, 128, 64), Heads(64, 8, 64, 64, 64)
 UNEVEN = Heads(9, 3, 80, 48, 16)
 
@@ -132,14 +101,7 @@ def _pages(heads: Heads, pages: str, dtype: str = "bf16") -> tuple[Corner, Corne
     )
 
 
-def _copy(heads: int, row_bytes: int, page_size: int = 64) -> Corner:
-    return Corner(
-        f"copy_pages h{heads} b{row_bytes}",
-        lambda target: copy_pages_spec("R", 32, heads, page_size, row_bytes),
-    )
-
-
-# The heads of Llama-3-8B and gpt-oss and sizes that fill no tile; the latent of DeepSeek; rows of pages of all dtypes.
+# The heads of Llama-3-8B and gpt-oss and sizes that fill no tile; the latent of DeepSeek.
 CORNERS: tuple[Corner, ...] = (
     *(
         corner
@@ -150,6 +112,4 @@ CORNERS: tuple[Corner, ...] = (
     *(corner for pages in PAGE_DTYPES for corner in _pages(LLAMA, pages, "fp32")),
     Corner("latent_write fp8 r512_64", lambda target: latent_write_quantize_spec(512, 64, "bf16")),
     Corner("latent_write fp32 fp8 r40_12", lambda target: latent_write_quantize_spec(40, 12, "fp32")),
-    *(_copy(8, row_bytes) for row_bytes in (256, 128, 64, 8, 4, 1)),
-    *(_copy(1, row_bytes) for row_bytes in (1152, 576)),
 )

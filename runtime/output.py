@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.runtime.beam import ranked_branches
-from octavo.runtime.request import Answer, Branch, Completion, Request, Status, Token
+from octavo.runtime.request import Answer, Branch, Completion, FinishReason, Request, Status, Token
 from octavo.runtime.sampler import Sampled
 from octavo.runtime.tokenizer import IncrementalDecoder, StopFinder, Tokenizer
 
@@ -143,7 +143,9 @@ def _answer(request: Request, branch: Branch, rank: int, tokens: Sequence[Token]
     logprobs = None
     if request.params.logprobs is not None:
         logprobs = tuple(Sampled(token.token_id or 0, token.logprob, token.top_logprobs) for token in own)
-    ends = [token.finish_reason for token in tokens if token.finish_reason and (token in own or not own)]
+    ends: list[FinishReason] = [
+        token.finish_reason for token in own or tokens if token.finish_reason is not None
+    ]
     return Answer(
         token_ids=tuple(token.token_id for token in own if token.token_id is not None),
         text="".join(token.text for token in own) if has_text else None,

@@ -84,7 +84,8 @@ class SamplingParams:
     n               answers that are returned
     best_of         sample this many and return the n of the highest mean log-probability; None: n
     beam_width      beam search over this many beams; with temperature > 0, beams are sampled without
-                    replacement (Kool et al. 2019); None: no beams
+                    replacement (Kool et al. 2019); None: no beams. Beams share pages as far as they are
+                    alike; where they differ more than a whole pool holds, the request ends with an error
     length_penalty  a beam's log-probability is divided by its length to this power
     early_stopping  when beams end (as in Hugging Face): True with beam_width finished ones; False when no
                     running one is likely to do better; "never" only when none can

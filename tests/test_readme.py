@@ -42,6 +42,25 @@ def test_the_block_of_check_runs(tmp_path: Path) -> None:
     assert "unfold_layers: layers 4, of which the passes saw 3" in result.stdout
 
 
+BEFORE_SERVING = """
+import octavo
+from octavo.runtime.stats import prometheus_text
+from tiny_llama import build, build_tokenizer
+octavo.compile(build(), tokenizer=build_tokenizer(), verify="off", output="smol.octavo")
+prompts, schema = ["Why?", "How?"], {"enum": ["yes", "no"]}
+"""
+
+
+def test_the_block_of_serving_runs(tmp_path: Path) -> None:
+    program = BEFORE_SERVING + blocks("python")[2] + "print(typed[0].text, [len(c.answers) for c in searched])"
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r'"(yes|no)" \[2, 2\]', result.stdout) and "octavo_pages" in result.stdout
+
+
 # What the block about torch.compile leaves to the reader; its backend is known by name where octavo is installed.
 BEFORE_COMPILE = """
 import torch, octavo
@@ -54,7 +73,7 @@ attention_mask = torch.ones_like(input_ids)
 
 
 def test_the_block_of_torch_compile_runs(tmp_path: Path) -> None:
-    program = BEFORE_COMPILE + blocks("python")[2]
+    program = BEFORE_COMPILE + blocks("python")[3]
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-c", program]

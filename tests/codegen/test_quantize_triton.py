@@ -10,7 +10,7 @@ from octavo.codegen.catalogue import CORNERS
 from octavo.codegen.evidence import evidence_row
 from octavo.codegen.gates import base_opcodes
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.kv_quantize_triton import copy_pages_spec, kv_write_quantize_spec
+from octavo.codegen.kv_quantize_triton import kv_write_quantize_spec
 from octavo.codegen.norm_quantize_triton import act_mul_quantize_spec, rms_norm_quantize_spec
 from octavo.codegen.quantize_triton import (
     FORMATS,
@@ -76,13 +76,6 @@ def test_grids_cover_the_last_row_and_column() -> None:
     wide = act_mul_quantize_spec("T", 18432, "bf16", "silu", NVFP4_TOKEN, B200)
     assert evaluate(wide.iterations, {"T": 5}) == 5 * 2 * 3
     assert act_mul_quantize_spec("T", 8192, "bf16", "silu", NVFP4_TOKEN, B200).iterations == ""
-
-
-@pytest.mark.parametrize(("row_bytes", "dtype"), [(256, "i64"), (20, "i32"), (1, "u8")])
-def test_pages_are_copied_in_the_widest_words(row_bytes: int, dtype: str) -> None:
-    spec = copy_pages_spec("N", 32, 8, 64, row_bytes)
-    assert dict(spec.params)["dtype"] == dtype
-    assert evaluate(spec.bytes, {"N": 2}) == 2 * 2 * 32 * 8 * 64 * row_bytes
 
 
 def test_rows_that_are_no_whole_blocks_are_refused() -> None:

@@ -266,7 +266,8 @@ def test_pages_move_between_steps_on_the_stream_of_the_steps(artifact: Artifact,
         )  # fmt: skip
         return runner.run(batch).copy()
 
-    run(4, 0, 1), run(5, 1, 1)
+    run(4, 0, 1)
+    run(5, 1, 1)
     expected = run(6, 2, 1)
     runner.move_pages([Move("out", 1, 0), Move("copy", 3, 1)])
     run(9, 0, 1)

@@ -1,4 +1,4 @@
-"""Writes to pages of FP8 and NVFP4, byte for byte what the plain writes leave, quantised; and copies of pages."""
+"""Writes to pages of FP8 and NVFP4, byte for byte what the plain writes leave, quantised."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,6 @@ from triton_interpreter import poisoned
 
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.kv_quantize_triton import (
-    copy_pages_spec,
     kv_write_quantize_spec,
     latent_write_quantize_spec,
     rope_kv_write_quantize_spec,
@@ -141,18 +140,3 @@ def test_latents(launch: Launch, rank: int, rope_dim: int, dtype: str) -> None:
     rows = torch.cat((latent, k_rope), 1)[kept].float() / multiplier
     as_bytes(wanted)[SLOTS[kept]] = as_bytes(rows.clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
     assert torch.equal(as_bytes(cache).flatten(0, 1), as_bytes(wanted))
-
-
-@pytest.mark.parametrize("row_bytes", [256, 20, 3])
-def test_pages_are_copied_in_all_layers(launch: Launch, row_bytes: int) -> None:
-    layers, pages, heads, page_size = 2, 6, 3, 24
-    caches = torch.randint(0, 256, (layers, pages, heads, page_size, row_bytes), dtype=torch.uint8)
-    expected = caches.clone()
-    source, target, rows = torch.tensor([[5, 0, 2], [1, 3, 4], [24, 7, 0]], dtype=torch.int32)
-    for i in range(3):
-        expected[:, target[i], :, : rows[i]] = caches[:, source[i], :, : rows[i]]
-    addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    spec = copy_pages_spec("N", layers, heads, page_size, row_bytes)
-    tensors = {"caches": addresses, "source": source, "target": target, "rows": rows}
-    launch(spec, tensors | {"behind caches": caches}, {"N": 3})
-    assert torch.equal(caches, expected)
