@@ -45,6 +45,7 @@ WAYS: Mapping[str, QuantConfig | None] = {
     "nvfp4-gptq": QuantConfig("nvfp4", weights="gptq"),
     "nvfp4-gptq-by-token": QuantConfig("nvfp4", weights="gptq", activations="by_token"),
     **{f"auto-{bits:g}": QuantConfig("auto", weights="gptq", bits=bits) for bits in AUTO_BITS},
+    "auto-5.4-weight-only": QuantConfig("auto_weight_only", weights="gptq", bits=5.4),
     "weight-only-search": QuantConfig("nvfp4_weight_only"),
     "weight-only-gptq": QuantConfig("nvfp4_weight_only", weights="gptq"),
     "kv-fp8": QuantConfig("bf16", kv="fp8"),

@@ -1,4 +1,4 @@
-"""Mode "auto": formats within a budget of bits or of KL, from what measuring each product alone has shown.
+"""Modes "auto": formats within a budget of bits or of KL, from what measuring each product alone has shown.
 
 Every product starts in the smallest format that holds it, and is raised where that saves most KL a bit, until the bits
 are spent or the KL, which adds up over products nearly enough, is within the budget. Then the KL of all together is

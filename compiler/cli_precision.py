@@ -14,6 +14,10 @@ class Modes(StrEnum):
     nvfp4_weight_only = "nvfp4-weight-only"
     fp8 = "fp8"
     auto = "auto"
+    auto_weight_only = "auto-weight-only"
+
+
+AUTO = (Modes.auto, Modes.auto_weight_only)
 
 
 class Pages(StrEnum):
@@ -32,7 +36,7 @@ Quantize = Annotated[
     Modes | None,
     typer.Option(
         help="nvfp4: weights and activations in 4 bits; nvfp4-weight-only; fp8; auto: each layer's format by what it "
-        "would lose. Default: the model's dtype."
+        "would lose; auto-weight-only: likewise, four-bit products reading 16-bit inputs. Default: the model's dtype."
     ),
 ]
 KV = Annotated[
@@ -67,6 +71,7 @@ _MODES: dict[Modes, Mode] = {
     Modes.nvfp4_weight_only: "nvfp4_weight_only",
     Modes.fp8: "fp8",
     Modes.auto: "auto",
+    Modes.auto_weight_only: "auto_weight_only",
 }
 
 
@@ -83,7 +88,7 @@ def config_of(
     for name, value in idle.items():
         if value:
             raise typer.BadParameter("expected --quantize beside it", param_hint=name)
-    if bits is not None and quantize is not Modes.auto:
+    if bits is not None and quantize not in AUTO:
         raise typer.BadParameter(f"expected --quantize auto beside it, got {quantize}", param_hint="--bits")
     if quantize is None and kv in (None, Pages.bf16):
         return None

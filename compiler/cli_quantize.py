@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from octavo.compiler.cli_app import Trace, exit_codes, starting
-from octavo.compiler.cli_precision import KV, Bits, Calibration, Keep, Methods, Modes, Pages, config_of
+from octavo.compiler.cli_precision import AUTO, KV, Bits, Calibration, Keep, Methods, Modes, Pages, config_of
 
 
 class Layouts(StrEnum):
@@ -59,7 +59,7 @@ def quantize(
     --to nvfp4, fp8 and auto, --weights gptq and --kv compile the model for this machine's CPU, in memory, with
     calibration text; the artifact is proven and then written as a checkpoint, and `octavo compile DST` keeps its bytes.
     """
-    if bits is not None and to is not Modes.auto:
+    if bits is not None and to not in AUTO:
         raise typer.BadParameter("expected --to auto beside it", param_hint="--bits")
     config = config_of(to, kv, weights, bits, calibration, keep, None)
     is_weight_only = to is Modes.nvfp4_weight_only and kv in (None, Pages.bf16)

@@ -6,7 +6,7 @@ from typing import Literal
 
 Verify = Literal["off", "sites", "full"]
 DType = Literal["fp32", "bf16"]
-Mode = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"]
+Mode = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only"]
 PageFormat = Literal["bf16", "fp8", "nvfp4"]
 WeightMethod = Literal["nearest", "search", "gptq"]
 OuterScales = Literal["static", "by_token"]
@@ -17,7 +17,9 @@ class QuantConfig:
     """What is quantised, and how. `quantize="nvfp4"` is QuantConfig("nvfp4").
 
     mode        of linears and experts: "nvfp4" (weights and activations), "nvfp4_weight_only", "fp8", "bf16" (none), or
-                "auto": each layer's format by what calibration shows, within `bits` or `kl`
+                "auto": each layer in NVFP4, FP8 or BF16 by what calibration shows, within `bits` or `kl`;
+                "auto_weight_only": likewise, but what is in NVFP4 reads its inputs as they are: closer to the model at
+                the same bits, slower where many tokens are computed at once
     kv          of the pages; "bf16" keeps the model's dtype
     weights     "nearest": scales that carry the largest element; "search": scales of least error; "gptq": the search,
                 and each column's error made up for by those behind it. Of NVFP4 alone, the last two balance channels
@@ -43,6 +45,11 @@ class QuantConfig:
     kl: float = 0.0
     keep: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
+
+    @property
+    def is_auto(self) -> bool:
+        """Formats are chosen product by product."""
+        return self.mode in ("auto", "auto_weight_only")
 
 
 @dataclass(frozen=True)

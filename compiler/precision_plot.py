@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _draw_errors(axes: Any, cells: Sequence[_Cell], kinds: Sequence[str]) -> Non
     has_kl = any("kl" in values for cell in cells for values in cell.row["formats"].values())
     loss = _kl if has_kl else _noise
     lost = {cell: loss(cell.row, cell.row["format"]) for cell in cells}
-    as_nvfp4 = {cell: loss(cell.row, "nvfp4") or lost[cell] for cell in cells}
+    as_nvfp4 = {cell: _least(cell, loss) or lost[cell] for cell in cells}
     floor = min((value for value in lost.values() if value), default=1.0) / 2
     for index, kind in enumerate(kinds):
         own = sorted((cell for cell in cells if cell.kind == kind), key=lambda cell: cell.column)
@@ -151,6 +151,11 @@ def _draw_errors(axes: Any, cells: Sequence[_Cell], kinds: Sequence[str]) -> Non
     nothing = f"; BF16, without any, at {floor:.0e}" if 0 in lost.values() else ""
     axes.set_title(what + hollow + nothing, loc="left", fontsize=10)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, frameon=False)
+
+
+def _least(cell: _Cell, loss: Callable[[Any, str], float | None]) -> float | None:
+    """What the product loses in the format of least bits that was measured."""
+    return loss(cell.row, "nvfp4") or loss(cell.row, "nvfp4_weight_only")
 
 
 def _at(value: float | None, floor: float) -> float:

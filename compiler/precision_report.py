@@ -53,7 +53,7 @@ class Remembering:
 class PrecisionReport:
     """Made of a lowered graph before it is quantised, which happens in place; `finish` compares what became of it.
 
-    plan  says all; rows  mode "auto": what was measured; None: inputs are looked at on the way, and weights when
+    plan  says all; rows  modes "auto": what was measured; None: inputs are looked at on the way, and weights when
     `quantizer`, which the passes are to use, makes them
     """
 

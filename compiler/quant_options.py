@@ -58,9 +58,9 @@ def _check_number(name: str, value: Any, least: float, most: float, said: str) -
 
 def needs_calibration(config: QuantConfig) -> str:
     """Why it cannot be done without calibration, or ""."""
-    has_nvfp4 = config.mode in ("nvfp4", "nvfp4_weight_only", "auto")
-    if config.mode == "auto":
-        return 'mode="auto" measures what each format loses'
+    has_nvfp4 = config.mode not in ("fp8", "bf16")
+    if config.is_auto:
+        return f'mode="{config.mode}" measures what each format loses'
     if config.mode == "nvfp4" and config.activations == "static":
         return 'activations="static" takes its scales from what the model computes'
     if config.kv != "bf16":
@@ -72,5 +72,5 @@ def needs_calibration(config: QuantConfig) -> str:
 
 def uses_calibration(config: QuantConfig) -> bool:
     """Whether it gets better by calibration: the search weighs errors by what products read."""
-    has_nvfp4 = config.mode in ("nvfp4", "nvfp4_weight_only", "auto")
+    has_nvfp4 = config.mode not in ("fp8", "bf16")
     return bool(needs_calibration(config)) or (has_nvfp4 and config.weights == "search")

@@ -44,7 +44,7 @@ def quantize_model(
     counted = _Counted(MethodQuantizer(config.weights, observed))
     quantizer: WeightQuantizer = counted
     plan, chosen = PrecisionPlan(), None
-    if config.mode == "auto":
+    if config.is_auto:
         assert observed is not None and sequences is not None
         quantizer = Remembering(counted)
         chosen = choose_formats(

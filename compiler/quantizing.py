@@ -31,7 +31,7 @@ class QuantSettings:
     plan      assign_precision fills it by `config` where it says nothing
     layout    of block scales, as the target's kernels take them
     observed  what calibration saw, where config asks for static scales or quantised pages
-    choices   mode "auto": the format of every product that may be quantised
+    choices   modes "auto": the format of every product that may be quantised
     prove     proves sites that quantise; None: nothing is proven
     balance   how weights are scaled before they are quantised
     """

@@ -1,4 +1,4 @@
-"""What each product of a lowered graph would lose in NVFP4 and in FP8: measured, on a few calibration tokens.
+"""What each product of a lowered graph would lose in NVFP4 (or with weights in it alone) and in FP8: measured, on a few calibration tokens.
 
 For every product: the ratio of signal to quantisation noise of its weight, its input and its result; the share of
 blocks of the input whose scale is subnormal or lost; how far the blocks' magnitudes spread; how much larger the inputs
@@ -21,7 +21,7 @@ from octavo.compiler.observed import Observed
 from octavo.compiler.ops.quantize import outer_scales, quantize
 from octavo.compiler.ops.quantized_moe import Mix
 from octavo.compiler.ops.quantized_moe import Product as Half
-from octavo.compiler.options import QuantConfig
+from octavo.compiler.options import Mode, QuantConfig
 from octavo.compiler.pipeline import Progress
 from octavo.compiler.precision import Format, ProductPrecision, QuantizedWeight, WeightQuantizer
 from octavo.compiler.quality import Distribution
@@ -34,7 +34,10 @@ from octavo.passes.rewrite import held
 PROBE_TOKENS, PROBE_LENGTH = 192, 96
 # Scaled magnitudes of blocks: E4M3 scales below the first are subnormal, below the second they round to nothing.
 SUBNORMAL, LOST = 2.0**-6, 2.0**-10
-FORMATS: tuple[Format, ...] = ("nvfp4", "fp8")
+FORMATS: dict[Mode, tuple[Format, ...]] = {
+    "auto": ("nvfp4", "fp8"),
+    "auto_weight_only": ("nvfp4_weight_only", "fp8"),
+}
 
 
 @dataclass
@@ -112,7 +115,7 @@ def _measure(
     row = Sensitivity(product.name, module_of(product), product.elements, node.all_input_nodes[0].name)
     exact = evaluate(node, (x, *rest)).double()
     errors: dict[Format, float] = {}
-    formats: list[Format] = [one for one in FORMATS if not holds(product, one)]
+    formats: list[Format] = [one for one in FORMATS[config.mode] if not holds(product, one)]
     for format in formats:
         precision = precision_of(product, Choice(format, ""), config, observed)
         row.sqnr_weight[format], replacement = _replacement(graph_module, product, precision, quantizer)

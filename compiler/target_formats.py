@@ -4,8 +4,8 @@ from octavo.compiler.errors import OptionError
 from octavo.compiler.target import Target
 
 # Modes that multiply codes of a format with each other -> the rate of the target that says it can.
-_RATES = {"nvfp4": "nvfp4", "auto": "nvfp4", "fp8": "fp8"}
-_MODES = ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto")
+_RATES = {"nvfp4": "nvfp4", "auto": "nvfp4", "fp8": "fp8", "auto_weight_only": "fp8"}
+_MODES = ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only")
 
 
 def check_target(mode: str, target: Target, whose: str = "quantize") -> None:

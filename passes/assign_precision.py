@@ -45,7 +45,7 @@ def assign_precision(
     """Fill `plan`, of products that it has no entry for yet.
 
     layout   of block scales, as the target's kernels read them
-    choices  mode "auto": of every product that may be quantised (quantisable), by the name of its weight
+    choices  of the modes "auto": of every product that may be quantised (quantisable), by the name of its weight
     Raises OptionError for a glob that names nothing, a product asked for that its format cannot hold, and where
     calibration did not see what is needed.
     """
@@ -91,7 +91,7 @@ def _depth(product: Product) -> int:
 
 
 def quantisable(graph_module: GraphModule, config: QuantConfig) -> list[Product]:
-    """The products that mode "auto" chooses formats for."""
+    """The products that the modes "auto" choose formats for."""
     return [product for product in find_products(graph_module) if not _why_kept(product, config)]
 
 
@@ -123,10 +123,10 @@ def _precision(
     reason = _why_kept(product, config)
     if reason:
         return ProductPrecision("bf16", reason=reason)
-    if config.mode == "auto":
+    if config.is_auto:
         choice = (choices or {}).get(product.name)
         if choice is None:
-            raise OptionError(f"auto: expected a choice for {product.name}, got none; measure it first")
+            raise OptionError(f"{config.mode}: expected a choice for {product.name}, got none; measure it first")
     else:
         choice = Choice(config.mode, "stays as it is" if config.mode == "bf16" else f"mode {config.mode}")
     refusal = holds(product, choice.format, layout)

@@ -1,6 +1,7 @@
 """Which formats are chosen under a budget of bits or of KL, and that the KL of all together is kept."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -92,7 +93,7 @@ def test_too_few_bits_say_the_least() -> None:
 
 
 def chosen(**options: Any) -> Chosen:
-    config = QuantConfig("auto", **options)
+    config = QuantConfig(**{"mode": "auto", **options})
     return choose_formats(lowered(), config, observed(), quantizer, sequences(), SETTINGS.page_size)
 
 
@@ -102,6 +103,16 @@ def test_a_budget_of_bits_needs_no_trial() -> None:
     assert found.tries == () and len(found.choices) == 8
     assert {choice.format for choice in found.choices.values()} == {"nvfp4", "fp8"}
     assert all(choice.reason.startswith("auto: alone costs ") for choice in found.choices.values())
+
+
+def test_inputs_may_stay_as_they_are() -> None:
+    """At the same bits that is closer to the model: by the sum of what was measured of each product."""
+    both, weights = chosen(bits=6.0), chosen(mode="auto_weight_only", bits=6.0)
+    assert {choice.format for choice in weights.choices.values()} == {"nvfp4_weight_only", "fp8"}
+    lost = [sum(row.kl[found.choices[row.name].format] for row in found.rows) for found in (both, weights)]
+    assert lost[1] < 0.8 * lost[0] and weights.bits <= 6.0
+    exact = [row.sqnr_input["nvfp4_weight_only"] for row in weights.rows]
+    assert exact == [math.inf] * len(exact)
 
 
 def test_formats_are_raised_until_the_measured_kl_is_within_the_budget() -> None:

@@ -12,7 +12,7 @@ from octavo.compiler.quant_options import needs_calibration, quant_config, uses_
 
 def test_a_mode_stands_for_its_configuration() -> None:
     assert quant_config(None) is None
-    for mode in ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"):
+    for mode in ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only"):
         assert quant_config(mode) == QuantConfig(mode)
     config = QuantConfig("auto", "nvfp4", "gptq", "by_token", 1.0, 4.5, 0.1, ("*.o_proj",), ("lm_head",))
     assert quant_config(config) is config
@@ -21,7 +21,7 @@ def test_a_mode_stands_for_its_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("int4", "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, got 'int4'"),
+        ("int4", "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, auto_weight_only, got 'int4'"),
         (4, "quantize: expected a mode or a QuantConfig, got int"),
         (QuantConfig("w4a4"), "mode: expected one of nvfp4, .*, got 'w4a4'"),  # type: ignore[arg-type]
         ({"kv": "int8"}, "kv: expected one of bf16, fp8, nvfp4, got 'int8'"),
@@ -63,6 +63,7 @@ def test_what_cannot_be_is_refused(given: Any, said: str) -> None:
         (QuantConfig("bf16"), "", False),
         (QuantConfig("bf16", kv="nvfp4"), 'kv="nvfp4"', True),
         (QuantConfig("auto", activations="by_token"), 'mode="auto"', True),
+        (QuantConfig("auto_weight_only"), 'mode="auto_weight_only"', True),
     ],
 )
 def test_what_needs_calibration(config: QuantConfig, needs: str, uses: bool) -> None:

@@ -44,7 +44,10 @@ def values(graph_module: GraphModule) -> Mapping[str, Tensor]:
     return {name: held(graph_module, name) for name in sorted(names)}
 
 
-@pytest.mark.parametrize("config", [STATIC, QuantConfig(weights="gptq"), QuantConfig("auto")])
+@pytest.mark.parametrize(
+    "config",
+    [STATIC, QuantConfig(weights="gptq"), QuantConfig("auto"), QuantConfig("auto_weight_only", bits=6.0)],
+)
 def test_it_repeats_to_the_bit(config: QuantConfig) -> None:
     (first, told, _), (second, told_again, _) = quantized(config), quantized(config)
     assert told == told_again

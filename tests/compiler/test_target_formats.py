@@ -15,7 +15,8 @@ HOPPER = ("h100", "h200")
 @pytest.mark.parametrize("target", HOPPER)
 def test_hopper_has_no_fp4_activations(mode: Mode, target: str) -> None:
     said = (
-        rf"quantize: expected a mode that {target} has kernels for \(nvfp4_weight_only, fp8, bf16\), got '{mode}': "
+        rf"quantize: expected a mode that {target} has kernels for "
+        rf"\(nvfp4_weight_only, fp8, bf16, auto_weight_only\), got '{mode}': "
         r"sm_90 has no NVFP4 tensor core, so activations cannot be NVFP4"
     )
     with pytest.raises(OptionError, match=said):
@@ -24,7 +25,7 @@ def test_hopper_has_no_fp4_activations(mode: Mode, target: str) -> None:
 
 def test_every_other_mode_is_served() -> None:
     for target in target_names():
-        for mode in ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto"):
+        for mode in ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only"):
             if target not in HOPPER or mode not in ("nvfp4", "auto"):
                 check_target(mode, load_target(target))
 
