@@ -1,4 +1,6 @@
-"""What each product of a lowered graph would lose in NVFP4 (or with weights in it alone) and in FP8: measured, on a few calibration tokens.
+"""What each product of a lowered graph would lose in NVFP4 and in FP8: measured, on a few calibration tokens.
+
+Its weight and its input are in NVFP4 by mode "auto", its weight alone by "auto_weight_only".
 
 For every product: the ratio of signal to quantisation noise of its weight, its input and its result; the share of
 blocks of the input whose scale is subnormal or lost; how far the blocks' magnitudes spread; how much larger the inputs

@@ -126,7 +126,9 @@ def _precision(
     if config.is_auto:
         choice = (choices or {}).get(product.name)
         if choice is None:
-            raise OptionError(f"{config.mode}: expected a choice for {product.name}, got none; measure it first")
+            raise OptionError(
+                f"{config.mode}: expected a choice for {product.name}, got none; measure it first"
+            )
     else:
         choice = Choice(config.mode, "stays as it is" if config.mode == "bf16" else f"mode {config.mode}")
     refusal = holds(product, choice.format, layout)

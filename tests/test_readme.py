@@ -52,7 +52,9 @@ prompts, schema = ["Why?", "How?"], {"enum": ["yes", "no"]}
 
 
 def test_the_block_of_serving_runs(tmp_path: Path) -> None:
-    program = BEFORE_SERVING + blocks("python")[2] + "print(typed[0].text, [len(c.answers) for c in searched])"
+    program = (
+        BEFORE_SERVING + blocks("python")[2] + "print(typed[0].text, [len(c.answers) for c in searched])"
+    )
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-c", program]

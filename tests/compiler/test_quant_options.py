@@ -21,7 +21,10 @@ def test_a_mode_stands_for_its_configuration() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("int4", "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, auto_weight_only, got 'int4'"),
+        (
+            "int4",
+            "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, auto_weight_only, got 'int4'",
+        ),
         (4, "quantize: expected a mode or a QuantConfig, got int"),
         (QuantConfig("w4a4"), "mode: expected one of nvfp4, .*, got 'w4a4'"),  # type: ignore[arg-type]
         ({"kv": "int8"}, "kv: expected one of bf16, fp8, nvfp4, got 'int8'"),
