@@ -73,8 +73,8 @@ def compile(
     dump_weights  write the weights beside the graphs of `dump`, so that `octavo.resume` can go on from any
     progress   show bars on standard error; None: when that is a terminal
     quantize   "nvfp4", "nvfp4_weight_only", "fp8", "auto", "auto_weight_only", or a QuantConfig, which says what
-               each means; or the
-               checkpoint of a model of `octavo.load_model`, whose codes and scales are then kept as they are
+               each means; or the checkpoint of a model of `octavo.load_model`, whose codes and
+               scales are then kept as they are
     calibration  text like that which will be served, or its token ids; one or several. None: a text that comes with
                Octavo, for which there must be a tokenizer. Some thousand tokens are enough. Beside a checkpoint only
                what quantisation moves is measured on it

@@ -123,7 +123,7 @@ def _precision(
     reason = _why_kept(product, config)
     if reason:
         return ProductPrecision("bf16", reason=reason)
-    if config.is_auto:
+    if config.mode == "auto" or config.mode == "auto_weight_only":
         choice = (choices or {}).get(product.name)
         if choice is None:
             raise OptionError(
