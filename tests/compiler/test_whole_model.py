@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import LONGEST, SPELLINGS, TinyLM, tiny
 from numpy.typing import NDArray
+from passed_on import PassedOn
 from stages import compiled
 from torch.fx import GraphModule
 
@@ -21,17 +22,12 @@ from octavo.passes.rule import PassReport
 from octavo.runtime.batch import Batch
 
 
-class Disturbed:
+class Disturbed(PassedOn):
     """A runner that adds `amount` of the largest logit to one logit of one row."""
 
     def __init__(self, name: str, amount: float, step: int = 0) -> None:
-        self.inner, self.amount, self.step, self.batches = (
-            compiled(name).runner(64),
-            amount,
-            step,
-            list[Batch](),
-        )
-        self.page_size = self.inner.page_size
+        super().__init__(compiled(name).runner(64))
+        self.amount, self.step, self.batches = amount, step, list[Batch]()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         self.batches.append(batch)
@@ -43,7 +39,7 @@ class Disturbed:
 
 def test_accepts_the_artifact_with_its_error() -> None:
     runner = Disturbed("llama", 0.0)
-    error = check_whole_model(tiny("llama"), compiled("llama").artifact, runner)  # type: ignore[arg-type]
+    error = check_whole_model(tiny("llama"), compiled("llama").artifact, runner)
     assert 0 < error < 1e-5 < BOUND["fp32"]
     first, second = runner.batches
     assert first.seq_lens.tolist() == [4, 13, 5]
@@ -165,4 +161,4 @@ def test_tokens_that_change_are_seen_where_the_rms_hides_them() -> None:
     artifact, plain, graph = compiled("llama").artifact, quantised_by(0.2), tiny("llama")
     runner = OneRow("llama", 11.0)
     with pytest.raises(PassError, match=r"nats from its quantised graph's"):
-        check_quantized_model(plain, graph, artifact, runner)  # type: ignore[arg-type]
+        check_quantized_model(plain, graph, artifact, runner)

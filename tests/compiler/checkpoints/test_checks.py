@@ -90,7 +90,6 @@ def bytes_at(value: int) -> Callable[[Tensor], Tensor]:
         ("weight_scale_2", lambda t: None, r"\.weight_scale_2 \(expert 3\): .* the checkpoint is not complete"),
         ("weight_scale_2", lambda t: torch.stack([t, t]), "an outer scale of 1 elements, got 2"),
         ("input_scale", lambda t: t * float("nan"), r"\.input_scale \(expert 3\): .* got nan"),
-        ("input_scale", lambda t: None, r"\.input_scale \(expert 3\): expected one .* never routed to"),
         ("weight_scale", lambda t: None, r"\.weight_scale \(expert 3\): expected one beside the weight, got none"),
         ("weight_scale", bytes_at(0x7F), r"\.weight_scale \(expert 3\): 2 of 32 block scales are nan \(0x7F\)"),
         ("weight_scale", bytes_at(0xFF), "2 of 32 block scales are nan"),
@@ -108,6 +107,15 @@ def test_bytes_that_cannot_be_meant(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"experts.3.up_proj.*{said}"):
         Checkpoint(write(tmp_path, changed(end, change))).read(MODULE)
+
+
+def test_an_expert_that_calibration_never_routed_to(tmp_path: Path) -> None:
+    """Others have a scale of their inputs, so this one's is missing."""
+    others = {name.replace("experts.3", "experts.0"): tensor for name, tensor in tensors().items()}
+    checkpoint = Checkpoint(write(tmp_path, {**others, **changed("input_scale", lambda t: None)}))
+    said = r"experts.3.up_proj\.input_scale \(expert 3\): expected one .* never routed to"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.read(MODULE)
 
 
 def test_the_untouched_bytes_are_read(tmp_path: Path) -> None:
