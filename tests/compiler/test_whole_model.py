@@ -50,7 +50,7 @@ def test_accepts_the_artifact_with_its_error() -> None:
 @pytest.mark.parametrize("step", [0, 1])
 def test_refuses_one_wrong_logit_with_its_size(step: int) -> None:
     with pytest.raises(PassError) as raised:
-        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", 0.01, step))  # type: ignore[arg-type]
+        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", 0.01, step))
     text = str(raised.value)
     assert text.startswith("verify: logits of the artifact differ from the model's by ")
     assert "bound 1e-04" in text and "`octavo bisect`" in text
@@ -58,13 +58,13 @@ def test_refuses_one_wrong_logit_with_its_size(step: int) -> None:
 
 def test_refuses_logits_that_are_no_numbers() -> None:
     with pytest.raises(PassError, match="by nan of the largest"):
-        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", float("nan")))  # type: ignore[arg-type]
+        check_whole_model(tiny("llama"), compiled("llama").artifact, Disturbed("llama", float("nan")))
 
 
 def test_models_without_values_are_not_compared() -> None:
     with torch.device("meta"):
         model = TinyLM(SPELLINGS["sdpa"])
-    assert check_whole_model(model, compiled("sdpa").artifact, Disturbed("sdpa", 1.0)) == 0.0  # type: ignore[arg-type]
+    assert check_whole_model(model, compiled("sdpa").artifact, Disturbed("sdpa", 1.0)) == 0.0
 
 
 def test_what_a_pass_does_outside_its_sites_is_caught() -> None:
@@ -114,38 +114,38 @@ def quantised_by(amount: float, seed: int = 0) -> torch.nn.Module:
 def test_a_quantised_artifact_may_differ_from_its_graph_by_a_share_of_what_quantisation_did() -> None:
     artifact, plain, graph = compiled("llama").artifact, quantised_by(0.2), tiny("llama")
     near, far = Noisy("llama", 0.2 * SHARE * 0.8), Noisy("llama", 0.2 * SHARE * 1.4)
-    error = check_quantized_model(plain, graph, artifact, near)  # type: ignore[arg-type]
+    error = check_quantized_model(plain, graph, artifact, near)
     assert 0.2 * SHARE * 0.6 < error < 0.2 * SHARE
     with pytest.raises(
         PassError, match=r"differ from its quantised graph's by 1\.\d+e-01 .*: quantisation moved them by 2"
     ):
-        check_quantized_model(plain, graph, artifact, far)  # type: ignore[arg-type]
+        check_quantized_model(plain, graph, artifact, far)
     with pytest.raises(PassError, match="by nan"):
-        check_quantized_model(plain, graph, artifact, Noisy("llama", float("nan")))  # type: ignore[arg-type]
+        check_quantized_model(plain, graph, artifact, Noisy("llama", float("nan")))
 
 
 def test_an_artifact_may_differ_as_its_graph_does_when_sums_round_otherwise() -> None:
     artifact, plain, graph = compiled("llama").artifact, quantised_by(0.02), tiny("llama")
     moved = [quantised_by(0.05, seed) for seed in (1, 2)]
-    error = check_quantized_model(plain, graph, artifact, Noisy("llama", 0.07), moved)  # type: ignore[arg-type]
+    error = check_quantized_model(plain, graph, artifact, Noisy("llama", 0.07), moved)
     assert 0.05 < error < 0.1
     for amount, others in ((0.07, []), (0.14, moved), (float("nan"), moved)):
         with pytest.raises(PassError, match="differ from its quantised graph's by"):
-            check_quantized_model(plain, graph, artifact, Noisy("llama", amount), others)  # type: ignore[arg-type]
+            check_quantized_model(plain, graph, artifact, Noisy("llama", amount), others)
 
 
 def test_graphs_are_not_run_again_where_nothing_is_in_doubt() -> None:
     artifact, graph = compiled("llama").artifact, tiny("llama")
     moved = mock.Mock(side_effect=AssertionError)
-    check_quantized_model(quantised_by(0.2), graph, artifact, Noisy("llama", 0.01), [moved])  # type: ignore[arg-type]
+    check_quantized_model(quantised_by(0.2), graph, artifact, Noisy("llama", 0.01), [moved])
     moved.assert_not_called()
 
 
 def test_quantisation_that_moves_nothing_leaves_the_room_of_the_dtype() -> None:
     artifact = compiled("llama").artifact
-    check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.0))  # type: ignore[arg-type]
+    check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.0))
     with pytest.raises(PassError, match=r"bound 1.0e-04: "):
-        check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.001))  # type: ignore[arg-type]
+        check_quantized_model(quantised_by(1e-6), tiny("llama"), artifact, Noisy("llama", 0.001))
 
 
 class OneRow(Disturbed):
