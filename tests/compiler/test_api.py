@@ -141,7 +141,7 @@ def test_a_built_artifact_needs_no_cxx_compiler() -> None:
         ({"verify": "maybe"}, "verify: expected off, sites or full, got 'maybe'"),
         (
             {"quantize": "int4"},
-            "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, got 'int4'",
+            "quantize: expected one of nvfp4, nvfp4_weight_only, fp8, bf16, auto, auto_weight_only, got 'int4'",
         ),
         ({"quantize": QuantConfig(bits=3.0)}, "bits: expected .*, got 3.0"),
         (
