@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
 from octavo.runtime.paged_memory import PageTable
-from octavo.runtime.request import Branch, Request
+from octavo.runtime.request import Branch, FinishReason, Request
 from octavo.runtime.sampler import (
+    BEAM_STREAM,
     RandomKey,
     Sampled,
     best,
     log_probabilities,
     not_finite,
     probabilities,
+    random_bits,
     report,
 )
-
-BEAM_STREAM = 1
 
 Fork = Callable[[PageTable], PageTable]
 
@@ -54,12 +54,12 @@ def advance(
     for place, candidate in enumerate(ranked):
         ends = candidate.token_id in request.stop_token_ids
         if ends and place < width:
-            _finish(request, candidate, fork, "stop")
+            _finish(request, candidate, "stop")
         elif not ends and len(chosen) < width:
             chosen.append(candidate)
     if chosen and len(chosen[0].parent.tokens) + 1 >= request.max_len:
         for candidate in chosen:
-            _finish(request, candidate, fork, "length")
+            _finish(request, candidate, "length")
         chosen = []
     elif not request.params.is_greedy:
         chosen = _within_width(request, chosen)
@@ -134,10 +134,7 @@ def _conditioned(perturbed: NDArray[np.float64], maximum: float) -> NDArray[np.f
 
 def gumbel(key: RandomKey, position: int, beam: int, count: int) -> NDArray[np.float64]:
     """`count` independent standard Gumbel numbers at a place in the request's stream, without state."""
-    counter = np.array([0, position, BEAM_STREAM, beam], np.uint64)
-    bits = np.random.Philox(key=np.array([key.seed, key.stream], np.uint64), counter=counter).random_raw(
-        count
-    )
+    bits = random_bits(key, position, BEAM_STREAM, beam, count)
     result: NDArray[np.float64] = -np.log(-np.log(((bits >> np.uint64(11)) + 0.5) * 2.0**-53))
     return result
 
@@ -160,10 +157,10 @@ def _branch(request: Request, candidate: Candidate, index: int, fork: Fork) -> B
     return branch
 
 
-def _finish(request: Request, candidate: Candidate, fork: Fork, reason: str) -> None:
+def _finish(request: Request, candidate: Candidate, reason: FinishReason) -> None:
     """Keep a hypothesis, if it is one of the `beam_width` best."""
     branch = _branch(request, candidate, 0, lambda table: PageTable([], table.root, table.root))
-    branch.finish_reason = "stop" if reason == "stop" else "length"
+    branch.finish_reason = reason
     is_greedy = request.params.is_greedy
     length = len(branch.tokens) - request.prompt_len
     branch.score = _score(request, candidate.logprob, length) if is_greedy else candidate.rank

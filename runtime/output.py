@@ -131,8 +131,8 @@ class Output:
 
 def completion_of(request: Request, tokens: Sequence[Token], has_text: bool) -> Completion:
     """A request that ended, from all tokens that it showed."""
-    branches = ranked_branches(request) if request.params.is_ranked else request.branches
-    answers = [_answer(request, branch, rank, tokens, has_text) for rank, branch in enumerate(branches)]
+    branches = enumerate(ranked_branches(request))
+    answers = [_answer(request, branch, rank, tokens, has_text) for rank, branch in branches]
     reports = None if request.params.prompt_logprobs is None else tuple(request.prompt_report)
     prompt = tuple(request.branches[0].tokens[: request.prompt_len])
     return Completion(request.request_id, prompt, tuple(answers), reports)

@@ -56,9 +56,9 @@ class PagedMemory:
         self.windows = tuple(windows)
         self._windowed = tuple(group for group, window in enumerate(windows) if window is not None)
         self.use_prefix_cache = use_prefix_cache
-        self.pool = PagePool(num_pages, self._evict)
-        self.host = PagePool(num_host_pages + 1, self._drop_slot)
         self.prefixes = PrefixCache(page_size, windows, digest)
+        self.pool = PagePool(num_pages, self._evict)
+        self.host = PagePool(num_host_pages + 1, self.prefixes.drop_slot)
         self.moves: list[Move] = []
         self.is_moving = False
         self.num_evicted = 0
@@ -139,9 +139,6 @@ class PagedMemory:
             self.host.keep(slot)
             self.host.free([slot])
         self.prefixes.drop_page(page)
-
-    def _drop_slot(self, slot: int) -> None:
-        self.prefixes.drop_slot(slot)
 
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -288,9 +285,8 @@ class PagedMemory:
     def run_moves(self, run: Callable[[Sequence[Move]], None]) -> None:
         """Have what is queued moved, in order; nothing may be written before."""
         if self.moves:
-            self.is_moving = (
-                True  # an interrupt leaves it so: some moves may be done, and they cannot be repeated
-            )
+            # An interrupt leaves it so: some moves may be done, and they cannot be repeated.
+            self.is_moving = True
             run(self.moves)
             self.moves = []
             self.is_moving = False

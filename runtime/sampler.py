@@ -19,7 +19,7 @@ from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.token_state import TokenState
 
 # Word 2 of the counter keeps streams apart; others will follow (drafts, acceptance).
-SAMPLE_STREAM = 0
+SAMPLE_STREAM, BEAM_STREAM = 0, 1
 
 # top-p looks among this many best tokens first, and among more only if they do not reach p.
 _FIRST_NUCLEUS = 512
@@ -63,13 +63,19 @@ class Sampled(NamedTuple):
 
 
 def uniform(key: RandomKey, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: Philox-4x64-10 (Salmon et al. 2011) at a place, without state.
+    """A number in [0, 1) with 53 random bits, for the token at a position."""
+    return (int(random_bits(key, position, SAMPLE_STREAM, 0, 1)[0]) >> 11) * 2.0**-53
+
+
+def random_bits(key: RandomKey, position: int, stream: int, index: int, count: int) -> NDArray[np.uint64]:
+    """`count` words of 64 random bits: Philox-4x64-10 (Salmon et al. 2011) at a place, without state.
 
     Only the raw bits of numpy's Philox are used: those are stable between numpy versions.
     """
-    counter = np.array([0, position, SAMPLE_STREAM, 0], np.uint64)
-    bits = np.random.Philox(key=np.array([key.seed, key.stream], np.uint64), counter=counter).random_raw()
-    return (int(bits) >> 11) * 2.0**-53
+    counter = np.array([0, position, stream, index], np.uint64)
+    generator = np.random.Philox(key=np.array([key.seed, key.stream], np.uint64), counter=counter)
+    bits: NDArray[np.uint64] = generator.random_raw(count)
+    return bits
 
 
 def probabilities(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:

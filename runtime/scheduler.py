@@ -244,7 +244,7 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> list[Chunk]:
         """Let the first waiting request run, if there is room: its chunks; [] if it has to wait."""
-        num_running = sum(max(r.num_branches, len(r.live)) for r in self.running)
+        num_running = sum(r.num_branches for r in self.running)
         if num_running + request.num_branches > self.max_requests:
             return []
         was_swapped = request.is_swapped
