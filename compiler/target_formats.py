@@ -1,11 +1,13 @@
 """Which modes of quantisation a target has kernels for: known before anything is captured or calibrated."""
 
+from typing import get_args
+
 from octavo.compiler.errors import OptionError
+from octavo.compiler.options import Mode
 from octavo.compiler.target import Target
 
 # Modes that multiply codes of a format with each other -> the rate of the target that says it can.
 _RATES = {"nvfp4": "nvfp4", "auto": "nvfp4", "fp8": "fp8", "auto_weight_only": "fp8"}
-_MODES = ("nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only")
 
 
 def check_target(mode: str, target: Target, whose: str = "quantize") -> None:
@@ -15,7 +17,7 @@ def check_target(mode: str, target: Target, whose: str = "quantize") -> None:
     whose  what asks for it
     """
     if not _is_served(mode, target):
-        served = ", ".join(mode for mode in _MODES if _is_served(mode, target))
+        served = ", ".join(mode for mode in get_args(Mode) if _is_served(mode, target))
         raise OptionError(
             f"{whose}: expected a mode that {target.name} has kernels for ({served}), got {mode!r}: sm_"
             f"{target.arch} has no {_RATES[mode].upper()} tensor core, so activations cannot be "
