@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from octavo.compiler.mesh import Mesh
+
 Verify = Literal["off", "sites", "full"]
 DType = Literal["fp32", "bf16"]
 Mode = Literal["nvfp4", "nvfp4_weight_only", "fp8", "bf16", "auto", "auto_weight_only"]
 PageFormat = Literal["bf16", "fp8", "nvfp4"]
 WeightMethod = Literal["nearest", "search", "gptq"]
 OuterScales = Literal["static", "by_token"]
+Wire = Literal["model", "fp8", "nvfp4"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,39 @@ class QuantConfig:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """How the program is spread over ranks. The collectives follow from where each value then lies.
+
+    ep         ranks that experts are spread over; all ranks, where it is more than 1
+    tp         ranks that attention's heads and the widths of FFNs are cut over; without ep, those of experts too
+    dp         groups of ranks with requests of their own: tokens then travel to their experts (all-to-all). It must go
+               with ep. Where ep is more than dp * tp, the others compute attention for the same tokens once more
+    redundant_experts  more copies of experts, over all ranks: of those that `Program.shards` or a rebalance choose
+    wire       how tokens travel to experts: "model", as they are; "fp8", with a scale a token; "nvfp4", codes and block
+               scales, outer scales those of the experts' inputs where these are calibrated, else of each token
+
+    Parallel(ep=4)             attention on every rank, experts spread, no all-to-all: partial sums are added
+    Parallel(ep=4, dp=4)       requests and experts spread: all-to-all
+    Parallel(ep=4, tp=4)       heads and experts spread, partial sums are added
+    Parallel(ep=4, tp=2, dp=2) two groups of two
+    """
+
+    ep: int = 1
+    tp: int = 1
+    dp: int = 1
+    redundant_experts: int = 0
+    wire: Wire = "model"
+
+    @property
+    def world(self) -> int:
+        return max(self.ep, self.tp * self.dp)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.dp, self.world // (self.tp * self.dp), self.tp)
+
+
+@dataclass(frozen=True)
 class CompileOptions:
     """Options of `octavo.compile`.
 
@@ -65,6 +101,7 @@ class CompileOptions:
     dump            directory for the numbered graph dumps, or None
     quantize        what is quantised, or None
     checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
+    parallel        how the program is spread over ranks
     deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
     """
 
@@ -78,3 +115,4 @@ class CompileOptions:
     quantize: QuantConfig | None = None
     checkpoint: str | None = None
     deterministic: bool = False
+    parallel: Parallel = Parallel()

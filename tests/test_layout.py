@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.expression": 1,
     "octavo.compiler.host": 1,
     "octavo.compiler.program": 1,
+    "octavo.compiler.mesh": 1,
     "octavo.compiler.progress": 1,
     "octavo.compiler.line_diff": 1,
     "octavo.compiler.dump_summary": 2,
@@ -139,6 +140,7 @@ RUNTIME_MAY_IMPORT = {
     "octavo.compiler.errors",
     "octavo.compiler.expression",
     "octavo.compiler.host",
+    "octavo.compiler.mesh",
     "octavo.compiler.program",
     "octavo.compiler.artifact",
 }

@@ -1,6 +1,14 @@
 """The `octavo::` dialect. Importing this package makes every op callable as `torch.ops.octavo.<name>`."""
 
 from octavo.compiler.ops.attention import ATTENTION
+from octavo.compiler.ops.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COMBINE,
+    DISPATCH,
+    MAP_EXPERTS,
+    REDUCE_SCATTER,
+)
 from octavo.compiler.ops.linear import LINEAR
 from octavo.compiler.ops.mla import (
     HEAD_LINEAR,
@@ -28,6 +36,7 @@ OPS: tuple[Op, ...] = (
     QUANTIZE, RMS_NORM_QUANTIZE, ADD_RMS_NORM_QUANTIZE, ACT_MUL_QUANTIZE,
     NVFP4_LINEAR, NVFP4_WEIGHT_LINEAR, FP8_LINEAR, NVFP4_MOE, NVFP4_WEIGHT_MOE, FP8_MOE,
     MLA_ATTENTION, HEAD_LINEAR, LATENT_ATTENTION, LATENT_WRITE, PAGED_MLA_ATTENTION,
+    MAP_EXPERTS, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, DISPATCH, COMBINE,
 )  # fmt: skip
 
 for _op in OPS:

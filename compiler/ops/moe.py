@@ -1,6 +1,6 @@
 """Mixture of experts: which experts a token goes to, and what they make of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each token's experts make of it (1, T, hidden), in x's dtype.
 
-    x (1, T, hidden); experts (1, T, K) int64; weights (1, T, K) fp32
+    x (1, T, hidden); experts (1, T, K) int64, -1 for a slot that adds nothing; weights (1, T, K) fp32
     gate_up (E, 2 * intermediate, hidden), rows of the gate first; gate_up_bias (E, 2 * intermediate) or None
     down (E, hidden, intermediate); down_bias (E, hidden) or None
     activation  silu, gelu, gelu_tanh or relu of the gate, times up; or "swiglu_oai", which is
@@ -103,25 +103,33 @@ def moe(
         result = hidden.to(wide) @ down[e].to(wide).T
         return result if down_bias is None else result + down_bias[e].to(wide)
 
-    return over_experts(x, experts, weights, down.shape[1], wide, of_expert)
+    return over_experts(x, experts, weights, down.shape[:2], wide, of_expert)
 
 
 def over_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, width: int, wide: torch.dtype,
+    x: Tensor, experts: Tensor, weights: Tensor, sizes: Sequence[int], wide: torch.dtype,
     of_expert: Callable[[int, Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
     """The weighted sum over slots, in their order, of what of_expert(e, rows of x that go to e) returns.
 
-    of_expert returns (rows, width) of `wide`, in which the sum is; the result (1, T, width) is of x's dtype.
+    sizes: how many experts there are, and the width of what they make. of_expert returns (rows, width) of `wide`, in
+    which the sum is; the result (1, T, width) is of x's dtype. A slot of expert -1 adds nothing, whatever its weight.
+    Raises IndexError for any other expert that there is not.
     """
+    count, width = sizes
     slots = experts.reshape(-1, experts.shape[-1])
+    used = slots.unique().tolist()
+    if used and not -1 <= used[0] <= used[-1] < count:
+        raise IndexError(f"experts must be 0 to {count - 1}, or -1 for none, got {used[0]} to {used[-1]}")
     parts = x.new_zeros((*slots.shape, width), dtype=wide)
-    for e in slots.unique().tolist():
-        rows, columns = torch.where(slots == e)
-        parts[rows, columns] = of_expert(e, rows)
+    for e in used:
+        if e >= 0:
+            rows, columns = torch.where(slots == e)
+            parts[rows, columns] = of_expert(e, rows)
+    shares = weights.reshape(slots.shape).masked_fill(slots < 0, 0.0).to(wide)
     total = torch.zeros_like(parts[:, 0])
     for slot in range(slots.shape[1]):
-        total = total + parts[:, slot] * weights.reshape(slots.shape)[:, slot, None].to(wide)
+        total = total + parts[:, slot] * shares[:, slot, None]
     return total.to(x.dtype).reshape(*x.shape[:-1], width)
 
 

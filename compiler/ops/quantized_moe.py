@@ -1,6 +1,6 @@
 """Mixtures of experts with quantised weights.
 
-As octavo::moe, but for E experts, hidden H and intermediate I:
+As octavo::moe, an expert of -1 included, but for E experts, hidden H and intermediate I:
 
 gate_up, down   NVFP4: codes (E, 2 I, H / 2) and (E, H, I / 2) u8, with gate_up_scale and down_scale, the block scales
                 E4M3, each expert's in `layout` "linear" (E, rows, columns / 16) or "swizzled_128x4" (E, bytes)
@@ -68,7 +68,8 @@ class Mix:
             hidden = gate(projected, activation, limit, alpha).to(x.dtype)
             return self.down(e, *self.convert(hidden, None if outers is None else outers[e]))
 
-        return over_experts(x, experts, weights, self.down.weight(0).shape[0], self.wide, of_expert)
+        sizes = (len(self.down.alpha), self.down.weight(0).shape[0])
+        return over_experts(x, experts, weights, sizes, self.wide, of_expert)
 
 
 def nvfp4_moe(
