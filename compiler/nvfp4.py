@@ -17,6 +17,7 @@ E4M3_MAX = 448.0
 # The largest block scale where a search may go above what the largest element asks for: 1.5 * 256 fits into E4M3.
 E4M3_MAX_SEARCHED = 256.0
 SMALLEST_SCALE = 2.0**-9
+SMALLEST_OUTER = 2.0**-80  # of a row
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Halfway to the next magnitude; a tie goes to the even code, so every second bound belongs to the code above.
 _ABOVE = (0.25, 1.25, 2.5, 5.0)
@@ -29,6 +30,15 @@ def outer_scale(amax: Tensor, e4m3_max: float = E4M3_MAX) -> Tensor:
     """Decode-form outer scale (fp32) of tensors whose largest magnitudes are `amax`; 1 where that is zero."""
     amax = amax.float()
     return torch.where(amax == 0, torch.ones_like(amax), amax / (E2M1_MAX * e4m3_max))
+
+
+def outer_scales_of_rows(x: Tensor, largest: float = E2M1_MAX * E4M3_MAX) -> Tensor:
+    """fp32 (..., 1): what makes the largest element of each row `largest`, at least 2^-80; 1 for a row of zeros.
+
+    Below 2^-80 a quotient by it may overflow on the way.
+    """
+    amax = x.float().abs().amax(-1, keepdim=True)
+    return torch.where(amax == 0, torch.ones_like(amax), (amax / largest).clamp_min(SMALLEST_OUTER))
 
 
 def encode_e2m1(x: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from octavo.compiler.ops.op import Op
 
 FORMATS = ("nvfp4", "fp8")
 LAYOUTS = ("linear", "swizzled_128x4")
-SMALLEST_OUTER = 2.0**-80
 LIMITS = {"nvfp4": nvfp4.E2M1_MAX * nvfp4.E4M3_MAX, "fp8": nvfp4.E4M3_MAX}
 
 
@@ -43,12 +42,8 @@ def quantize(x: Tensor, outer: Tensor | None, format: str, layout: str = "linear
 
 
 def outer_scales(x: Tensor, format: str) -> Tensor:
-    """fp32 (..., 1): what makes the largest element of each row the format's largest, at least 2^-80.
-
-    1 for a row of zeros. Below 2^-80 a quotient by it may overflow on the way.
-    """
-    amax = x.float().abs().amax(-1, keepdim=True)
-    return torch.where(amax == 0, torch.ones_like(amax), (amax / LIMITS[format]).clamp_min(SMALLEST_OUTER))
+    """fp32 (..., 1): what makes the largest element of each row the format's largest."""
+    return nvfp4.outer_scales_of_rows(x, LIMITS[format])
 
 
 def quantize_fake(x: Tensor, outer: Tensor | None, format: str, layout: str = "linear") -> list[Tensor]:
