@@ -13,7 +13,7 @@ from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.expression import holds
 
 # A step of which every condition is clear: many requests of many tokens.
-MANY = {"T": 2**20, "R": 2**8, "L": 2**20, "P": 2**8, "num_pages": 2**20}
+MANY = {"T": 2**20, "R": 2**8, "L": 2**20, "P": 2**8, "num_pages": 2**20, "N": 2**20}
 
 
 def for_any_rows(spec: KernelSpec) -> KernelSpec:

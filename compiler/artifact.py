@@ -30,7 +30,7 @@ from octavo.compiler.checked_files import (
 )
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.host import usable_cores
-from octavo.compiler.program import Program
+from octavo.compiler.program import Dim, Program, Shard
 from octavo.compiler.program_json import program_from_json, program_to_json
 from octavo.compiler.weights import MappedWeight, Weight, map_weights, write_weights
 
@@ -271,14 +271,32 @@ def _entries(root: Path, listing: Any) -> dict[str, FileEntry]:
 
 
 def _check_weights(where: str, program: Program, given: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """The program's weight buffers and the tensors are the same names, dtypes and shapes."""
+    """The program's weight buffers and the tensors are the same names, dtypes and shapes, pieces inside of them."""
     wanted = {buffer.name: (buffer.dtype, buffer.shape) for buffer in program.of_kind("weight")}
+    for name, shard in program.shards.items():
+        if name in wanted and name in given:
+            wanted[name] = _whole(where, name, shard, wanted[name], given[name])
     for name in sorted(set(wanted) | set(given)):
         if wanted.get(name) != given.get(name):
             expected, got = wanted.get(name, "no such tensor"), given.get(name, "none")
             raise ArtifactError(
                 f"{where}: tensor '{name}': expected {expected}, got {got}; compile the model again"
             )
+
+
+def _whole(
+    where: str, name: str, shard: Shard, piece: tuple[str, tuple[Dim, ...]], given: tuple[str, tuple[int, ...]]
+) -> tuple[str, tuple[Dim, ...]]:  # fmt: skip
+    """Dtype and shape of the tensor that ranks hold pieces of: as given along their axis."""
+    dtype, shape = piece
+    length = given[1][shard.dim] if len(given[1]) == len(shape) else 0
+    last = max((stop for own in shard.pieces for _, stop in own), default=0)
+    if last > length:
+        raise ArtifactError(
+            f"{where}: tensor '{name}': expected {last} or more elements on axis {shard.dim}, got {length}; "
+            "compile the model again"
+        )
+    return dtype, (*shape[: shard.dim], length, *shape[shard.dim + 1 :])
 
 
 def _model_info(where: str, model: Any) -> ModelInfo:

@@ -135,6 +135,7 @@ def prefill_point(tokens: int, page_size: int) -> Point:
 def step_dims(tokens: int, requests: int, logit_rows: int, context: int, pages: int) -> dict[str, int]:
     return {
         "T": tokens, "R": requests, "L": logit_rows, "S": context, "P": pages, "num_pages": requests * pages,
+        "N": tokens,
     }  # fmt: skip
 
 

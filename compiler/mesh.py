@@ -54,3 +54,6 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {self.size(name)}" for name in AXES)
+
+
+ONE_RANK = Mesh()

@@ -88,6 +88,9 @@ class Parallel:
         return Mesh(self.dp, self.world // (self.tp * self.dp), self.tp)
 
 
+ONE_RANK = Parallel()
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """Options of `octavo.compile`.
@@ -115,4 +118,4 @@ class CompileOptions:
     quantize: QuantConfig | None = None
     checkpoint: str | None = None
     deterministic: bool = False
-    parallel: Parallel = Parallel()
+    parallel: Parallel = ONE_RANK

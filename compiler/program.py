@@ -1,8 +1,11 @@
 """The launch program of an artifact: buffers, kernels in order, sizes as expressions. Plain data, no torch."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from octavo.compiler.mesh import ONE_RANK, Mesh
 
 Dim = int | str
 BufferKind = Literal["input", "weight", "cache", "workspace", "output"]
@@ -11,8 +14,8 @@ BufferKind = Literal["input", "weight", "cache", "workspace", "output"]
 ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "u8": 1, "i32": 4, "i64": 8}
 
 # The symbolic sizes of a step. T tokens, R requests, L rows whose logits are wanted, P page-table columns;
-# num_pages is chosen when the pool is made.
-DIMS = ("T", "R", "L", "P", "num_pages")
+# num_pages is chosen when the pool is made; N tokens of all ranks that share experts by all-to-all.
+DIMS = ("T", "R", "L", "P", "num_pages", "N")
 
 # What the runtime fills in for every step: dtype and shape.
 STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
@@ -23,7 +26,9 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "seq_lens": ("i32", ("R",)),
     "cu_seqlens_q": ("i32", ("R + 1",)),
     "logit_rows": ("i64", ("L",)),
+    "row_ranks": ("i64", ("N",)),
 }
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "combine")
 # Page groups from the second on have tables of their own: page_table_1, slot_mapping_1, ...
 _OF_GROUP = re.compile(r"(page_table|slot_mapping)_([1-9][0-9]{0,4})")
 
@@ -60,12 +65,28 @@ class Step:
     """One kernel launch: arguments are buffer names (pointers) or expressions and numbers (scalars), in call order.
 
     when  condition in DIMS under which the launch happens; empty means always
+    axis  of a collective, the mesh axis whose ranks take part: `kernel` is then one of COLLECTIVES, args are the
+          buffers that it reads and then those that it fills ("" for an input that there is not), options its other
+          arguments
     """
 
     kernel: str
     args: tuple[str | int | float, ...]
     grid: tuple[Dim, Dim, Dim] = (1, 1, 1)
     when: str = ""
+    axis: str = ""
+    options: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What each rank holds of a weight: ranges [start, stop) of axis `dim`, in order; pieces[rank]."""
+
+    dim: int
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+
+    def length(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.pieces[rank])
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,8 @@ class Program:
     workspace     bytes of scratch memory, an expression in DIMS
     page_size     tokens per KV page
     page_windows  of each page group, how many keys a query of its layers sees, itself included; None: all
+    mesh          of the ranks that run the program, each on other pieces of the weights
+    shards        of weights that ranks hold pieces of: buffers have the shape of a piece, the artifact has all
     """
 
     buffers: tuple[Buffer, ...]
@@ -82,6 +105,8 @@ class Program:
     workspace: Dim
     page_size: int
     page_windows: tuple[int | None, ...] = (None,)
+    mesh: Mesh = ONE_RANK
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     def of_kind(self, kind: BufferKind) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.kind == kind)

@@ -7,7 +7,9 @@ from typing import Any, get_args
 
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import validate, validate_condition
+from octavo.compiler.mesh import AXES, Mesh
 from octavo.compiler.program import (
+    COLLECTIVES,
     DIMS,
     ITEM_BYTES,
     STEP_INPUTS,
@@ -15,6 +17,7 @@ from octavo.compiler.program import (
     BufferKind,
     Dim,
     Program,
+    Shard,
     Step,
     input_and_group,
     step_input,
@@ -26,6 +29,9 @@ MAX_ARGS = 256
 MAX_RANK = 8
 MAX_PAGE_SIZE = 65_536
 MAX_WINDOW = 2**31 - 1
+MAX_RANKS = 4096
+MAX_SIZE = 2**40
+OF_COLLECTIVES = ("axis", "options")
 ALL_PAGES = (None,)  # one group, whose layers look back to the start: not written
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,254}")
@@ -37,13 +43,22 @@ def program_to_json(program: Program) -> str:
     """Deterministic text; one buffer or step a line, so that a person can read and compare it."""
     lines = {
         "buffers": [_compact(vars(buffer)) for buffer in program.buffers],
-        "steps": [_compact(vars(step)) for step in program.steps],
+        "steps": [_compact(_step_fields(step)) for step in program.steps],
     }
     parts = [f'"{name}": [\n' + ",\n".join(rows) + "\n]" for name, rows in lines.items()]
     parts += [f'"workspace": {json.dumps(program.workspace)}', f'"page_size": {program.page_size}']
     if program.page_windows != ALL_PAGES:
         parts.append(f'"page_windows": {json.dumps(program.page_windows)}')
+    if program.mesh.world > 1:
+        shards = [f"{json.dumps(name)}: {_compact(vars(shard))}" for name, shard in program.shards.items()]
+        parts.append(f'"mesh": {_compact(vars(program.mesh))}')
+        parts.append('"shards": {\n' + ",\n".join(shards) + "\n}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _step_fields(step: Step) -> dict[str, Any]:
+    """axis and options of collectives only."""
+    return {name: value for name, value in vars(step).items() if step.axis or name not in OF_COLLECTIVES}
 
 
 def _compact(fields: dict[str, Any]) -> str:
@@ -56,7 +71,7 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
         data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _bad(where, "JSON", error) from None
-    optional = {"page_windows"} & set(data) if isinstance(data, dict) else set()
+    optional = {"page_windows", "mesh", "shards"} & set(data) if isinstance(data, dict) else set()
     _expect_keys(data, {"buffers", "steps", "workspace", "page_size", *optional}, where)
     rows = _list(data["buffers"], MAX_BUFFERS, f"{where} buffers")
     buffers = tuple(_buffer(row, f"{where} buffer {i}") for i, row in enumerate(rows))
@@ -64,12 +79,15 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
     if len(names) != len(buffers):
         raise _bad(where, "distinct buffer names", f"{len(buffers) - len(names)} repeated")
     rows = _list(data["steps"], MAX_STEPS, f"{where} steps")
+    mesh = _mesh(data.get("mesh", vars(Mesh())), f"{where} mesh")
     steps = tuple(_step(row, names, f"{where} step {i}") for i, row in enumerate(rows))
     page_size = data["page_size"]
     if type(page_size) is not int or not 1 <= page_size <= MAX_PAGE_SIZE:
         raise _bad(where, f"page_size of 1 to {MAX_PAGE_SIZE}", page_size)
     windows = _windows(data.get("page_windows", list(ALL_PAGES)), f"{where} page_windows")
-    program = Program(buffers, steps, _dim(data["workspace"], DIMS, f"{where} workspace"), page_size, windows)
+    shards = _shards(data.get("shards", {}), mesh, buffers, f"{where} shards")
+    workspace = _dim(data["workspace"], DIMS, f"{where} workspace")
+    program = Program(buffers, steps, workspace, page_size, windows, mesh, shards)
     _check_interface(program, where)
     return program
 
@@ -81,6 +99,48 @@ def _windows(values: Any, where: str) -> tuple[int | None, ...]:
     ):
         raise _bad(where, f"a window of 1 to {MAX_WINDOW} or null for each page group", values)
     return tuple(windows)
+
+
+def _mesh(row: Any, where: str) -> Mesh:
+    _expect_keys(row, set(AXES), where)
+    if any(type(size) is not int or size < 1 for size in row.values()) or math.prod(row.values()) > MAX_RANKS:
+        raise _bad(where, f"sizes of 1 or more, at most {MAX_RANKS} ranks", row)
+    return Mesh(**row)
+
+
+def _shards(rows: Any, mesh: Mesh, buffers: tuple[Buffer, ...], where: str) -> dict[str, Shard]:
+    if not isinstance(rows, dict) or len(rows) > MAX_BUFFERS:
+        raise _bad(where, "an object of weights", str(rows)[:100])
+    weights = {buffer.name: buffer for buffer in buffers if buffer.kind == "weight"}
+    return {name: _shard(row, weights.get(name), mesh, f"{where} '{name}'") for name, row in rows.items()}
+
+
+def _shard(row: Any, buffer: Buffer | None, mesh: Mesh, where: str) -> Shard:
+    """Pieces for every rank, each as long as the buffer's axis."""
+    _expect_keys(row, {"dim", "pieces"}, where)
+    dim = row["dim"]
+    if buffer is None or type(dim) is not int or not 0 <= dim < len(buffer.shape):
+        raise _bad(where, "an axis of a weight", dim)
+    pieces = tuple(
+        tuple(_range(piece, where) for piece in _list(own, MAX_BUFFERS, where))
+        for own in _list(row["pieces"], MAX_RANKS, where)
+    )
+    shard = Shard(dim, pieces)
+    lengths = {shard.length(rank) for rank in range(len(pieces))}
+    if len(pieces) != mesh.world or lengths != {buffer.shape[dim]}:
+        raise _bad(
+            where,
+            f"{buffer.shape[dim]} elements of axis {dim} for each of {mesh.world} ranks",
+            f"{sorted(lengths)} for {len(pieces)}",
+        )
+    return shard
+
+
+def _range(piece: Any, where: str) -> tuple[int, int]:
+    start, stop = [*_list(piece, 2, where), None, None][:2]
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop <= MAX_SIZE:
+        raise _bad(where, "a range [start, stop]", piece)
+    return start, stop
 
 
 def _buffer(row: Any, where: str) -> Buffer:
@@ -104,10 +164,13 @@ def _buffer(row: Any, where: str) -> Buffer:
 
 
 def _step(row: Any, buffers: set[str], where: str) -> Step:
-    _expect_keys(row, {"kernel", "args", "grid", "when"}, where)
+    collective = isinstance(row, dict) and "axis" in row
+    _expect_keys(row, {"kernel", "args", "grid", "when", *(OF_COLLECTIVES if collective else ())}, where)
     if not _is_name(row["kernel"]):
         raise _bad(where, "a kernel name", row["kernel"])
     where = f"{where} '{row['kernel']}'"
+    if collective:
+        return _collective(row, buffers, where)
     args = tuple(_arg(arg, buffers, where) for arg in _list(row["args"], MAX_ARGS, f"{where} args"))
     grid = tuple(_dim(size, DIMS, f"{where} grid") for size in _list(row["grid"], 3, f"{where} grid"))
     if len(grid) != 3:
@@ -118,6 +181,18 @@ def _step(row: Any, buffers: set[str], where: str) -> Step:
     except ArtifactError as error:
         raise ArtifactError(f"{where} when: {error}") from None
     return Step(row["kernel"], args, (grid[0], grid[1], grid[2]), when)
+
+
+def _collective(row: Any, buffers: set[str], where: str) -> Step:
+    if row["kernel"] not in COLLECTIVES or row["axis"] not in AXES or row["when"] or row["grid"] != [1, 1, 1]:
+        raise _bad(where, f"one of {', '.join(COLLECTIVES)} on one of {', '.join(AXES)}", str(row)[:100])
+    args = tuple(_list(row["args"], MAX_ARGS, f"{where} args"))
+    if any(type(arg) is not str or arg not in {*buffers, ""} for arg in args):
+        raise _bad(where, "buffers as arguments", args)
+    options = tuple(_list(row["options"], MAX_ARGS, f"{where} options"))
+    if any(type(option) not in (int, str) for option in options):
+        raise _bad(where, "options that are numbers or words", options)
+    return Step(row["kernel"], args, axis=row["axis"], options=options)
 
 
 def _arg(arg: Any, buffers: set[str], where: str) -> str | int | float:

@@ -22,7 +22,7 @@ from octavo.compiler.dump_weights import DumpedWeights
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError
 from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.legality import check
-from octavo.compiler.options import CompileOptions, QuantConfig, Verify
+from octavo.compiler.options import CompileOptions, Parallel, QuantConfig, Verify
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, dump_directory, lower_from
 from octavo.compiler.precision import PrecisionPlan, plan_from_json
 from octavo.compiler.progress import progress_bars
@@ -129,6 +129,8 @@ class _Source:
         if given.get("quantize"):
             globs = {name: tuple(given["quantize"][name]) for name in ("keep", "include")}
             wanted["quantize"] = QuantConfig(**{**given["quantize"], **globs})
+        if "parallel" in given:
+            wanted["parallel"] = Parallel(**given["parallel"])
         options = CompileOptions(**{**given, **wanted})
         if options.checkpoint is not None:
             raise OptionError(

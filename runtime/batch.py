@@ -1,7 +1,7 @@
 """A step as the arrays that a program reads: the runtime's side of STEP_INPUTS."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ class Batch:
                   incomplete
     windowed      for each page group but the first, its (page_table, slot_mapping); a window that slid past a
                   page leaves the null page in its column
+    row_ranks     (N,) i64      place along dp of the rank that each token of the step, of all these ranks, comes
+                  from, ascending; empty where ranks share no experts by all-to-all
 
     A row for each branch: "request" above means one of its branches.
     """
@@ -36,12 +38,16 @@ class Batch:
     cu_seqlens_q: NDArray[np.int32]
     logit_rows: NDArray[np.int64]
     windowed: tuple[tuple[NDArray[np.int32], NDArray[np.int64]], ...] = ()
+    row_ranks: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def dims(self) -> dict[str, int]:
-        """T, R, L, P; num_pages is the runner's."""
+        """T, R, L, P, N; num_pages is the runner's."""
         num_requests, num_columns = self.page_table.shape
-        return {"T": len(self.input_ids), "R": num_requests, "L": len(self.logit_rows), "P": num_columns}
+        return {
+            "T": len(self.input_ids), "R": num_requests, "L": len(self.logit_rows), "P": num_columns,
+            "N": len(self.row_ranks),
+        }  # fmt: skip
 
     @property
     def inputs(self) -> Mapping[str, NDArray[np.int64] | NDArray[np.int32]]:
@@ -54,6 +60,7 @@ class Batch:
             "seq_lens": self.seq_lens,
             "cu_seqlens_q": self.cu_seqlens_q,
             "logit_rows": self.logit_rows,
+            "row_ranks": self.row_ranks,
         }
         for group, (page_table, slot_mapping) in enumerate(self.windowed, 1):
             arrays[f"page_table_{group}"], arrays[f"slot_mapping_{group}"] = page_table, slot_mapping

@@ -141,6 +141,8 @@ class CudaRunner:
                 inputs[name][:requests, :columns] = array
             elif kind in PADDING:
                 inputs[name] = _extended(array, size, PADDING[kind])
+            elif kind not in inputs:
+                inputs[name] = array
         return inputs, {**dims, "T": size, "R": size, "L": size, "P": width}
 
     def _graph(self, dims: Mapping[str, int]) -> int:
@@ -323,7 +325,7 @@ def largest_steps(max_tokens: int, max_requests: int, max_pages: int) -> Iterato
     """Sizes of steps, one of which needs the most memory: every number of requests, all else at its most."""
     columns = 1 << (max_pages - 1).bit_length()
     for requests in range(1, max_requests + 1):
-        yield {"T": max_tokens, "R": requests, "L": requests, "P": columns, "num_pages": 0}
+        yield {"T": max_tokens, "R": requests, "L": requests, "P": columns, "num_pages": 0, "N": max_tokens}
 
 
 def _argument(argument: str | int | float, places: Mapping[str, int], sizes: Sizes) -> int | float:

@@ -31,7 +31,7 @@ def test_layout() -> None:
     assert batch.seq_lens.tolist() == [6, 6, 4]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 5, 9]
     assert batch.logit_rows.tolist() == [0, 8], "the prompt in the middle wants no logits yet"
-    assert batch.dims == {"T": 9, "R": 3, "L": 2, "P": 2}
+    assert batch.dims == {"T": 9, "R": 3, "L": 2, "P": 2, "N": 0}
 
 
 def test_inputs_have_the_dtypes_and_ranks_the_program_declares() -> None:

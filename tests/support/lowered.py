@@ -12,7 +12,7 @@ from octavo.compiler import ops  # noqa: F401  (registers the dialect)
 from octavo.compiler.program import STEP_INPUTS
 
 # What symbolic sizes were seen as first; all different, so that each gets a symbol of its own.
-HINTS = {"T": 11, "R": 5, "L": 3, "P": 7, "num_pages": 23, "R + 1": 6}
+HINTS = {"N": 17, "T": 11, "R": 5, "L": 3, "P": 7, "num_pages": 23, "R + 1": 6}
 DTYPES = {"i64": torch.int64, "i32": torch.int32}
 
 
