@@ -32,6 +32,22 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Numbering:
+    """One table of other numbers for experts, applied to the choices of tokens. pairs: tokens times choices."""
+
+    pairs: Dim
+    experts: int
+
+    @property
+    def bytes(self) -> str:
+        return f"({self.pairs}) * 16 + {8 * self.experts}"
+
+    @property
+    def label(self) -> str:
+        return f"e{self.experts}"
+
+
+@dataclass(frozen=True)
 class Mixture:
     """One mixture of experts. Empty dtypes of biases stand for none."""
 

@@ -7,12 +7,12 @@ from functools import partial
 from octavo.codegen.corner import Corner, never
 from octavo.codegen.dispatch_triton import order_spec, pack_spec, unpack_spec
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.moe import Mixture, Router
+from octavo.codegen.moe import Mixture, Numbering, Router
 from octavo.codegen.moe_grouped import FEW_TILE, MANY_TILE, WEIGHT_ONLY_TILE, Experts, Places, Unit
 from octavo.codegen.moe_nvfp4_triton import refuse_nvfp4
 from octavo.codegen.moe_permute_triton import permute_specs, placed_sum_spec, quantize_rows_spec
 from octavo.codegen.moe_quantized_triton import product_spec, products
-from octavo.codegen.moe_triton import moe_spec, router_spec
+from octavo.codegen.moe_triton import map_spec, moe_spec, router_spec
 from octavo.codegen.specs_triton import in_order
 from octavo.compiler.target import Target
 
@@ -91,11 +91,16 @@ def _router(router: Router, target: Target) -> KernelSpec:
     return router_spec(router)
 
 
+def _numbers(target: Target) -> KernelSpec:
+    return in_order(map_spec(Numbering("T * 8", 256)), map_spec(Numbering("T * 1", 1)))
+
+
 CORNERS: tuple[Corner, ...] = (
     *_grouped(),
     *(Corner(f"moe order {name}", partial(_order, layer)) for name, layer in LAYERS.items()),
     Corner("moe parallel k7168, 8 ranks", partial(_parallel, 7168, 256, 8, 8, 128)),
     Corner("moe parallel k2880, 2 ranks", partial(_parallel, 2880, 32, 4, 2, 4096)),
     *(Corner(f"moe sorted {name}", partial(_mixture, mixture)) for name, mixture in MIXTURES.items()),
+    Corner("moe numbers of experts", _numbers),
     *(Corner(f"router {name}", partial(_router, router)) for name, router in ROUTERS.items()),
 )

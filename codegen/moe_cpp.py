@@ -3,9 +3,15 @@
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec, pointer
-from octavo.codegen.moe import Mixture, Router
-from octavo.codegen.moe_nodes import moe_refusal, read_mixture, read_router, router_refusal
-from octavo.codegen.row import Row, static_size
+from octavo.codegen.moe import Mixture, Numbering, Router
+from octavo.codegen.moe_nodes import (
+    moe_refusal,
+    read_mixture,
+    read_numbering,
+    read_router,
+    router_refusal,
+)
+from octavo.codegen.row import Row, always, static_size
 from octavo.codegen.rows_cpp import MAX_CHUNK, floats, scalar
 from octavo.compiler.target import Target
 
@@ -31,6 +37,20 @@ def router_spec(router: Router) -> KernelSpec:
         bytes=router.bytes,
         flops=router.flops,
         label=f"{router.dtype}_e{router.experts}_k{router.top_k}",
+    )  # fmt: skip
+
+
+def map_spec(numbering: Numbering) -> KernelSpec:
+    return KernelSpec(
+        op="map_experts",
+        template="cpp/map_experts.cpp.jinja",
+        params=(("EXPERTS", numbering.experts),),
+        args=(
+            pointer("experts", "i64"), pointer("table", "i64"), pointer("out", "i64"),
+            scalar("num_pairs", numbering.pairs),
+        ),
+        bytes=numbering.bytes,
+        label=numbering.label,
     )  # fmt: skip
 
 
@@ -94,5 +114,6 @@ def too_many_experts(experts: int) -> str | None:
 
 ROWS: tuple[Row, ...] = (
     Row("router", "router", refuse_router, lambda node, target: router_spec(read_router(node))),
+    Row("map_experts", "map_experts", always, lambda node, target: map_spec(read_numbering(node))),
     Row("moe", "moe", refuse_moe, lambda node, target: moe_spec(read_mixture(node))),
 )

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from octavo.codegen.moe import Mixture, Router
+from octavo.codegen.moe import Mixture, Numbering, Router
 from octavo.codegen.row import static_size, tensor, token_count
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.legality import named_arguments
@@ -26,6 +26,12 @@ def read_router(node: fx.Node) -> Router:
         top_groups=given["top_groups"] if grouped else 1,
         group_score=given["group_score"] if grouped else "",
         scaling=float(given["scaling"]),
+    )
+
+
+def read_numbering(node: fx.Node) -> Numbering:
+    return Numbering(
+        f"({token_count(node)}) * {static_size(node, 'experts', -1)}", static_size(node, "table", 0)
     )
 
 

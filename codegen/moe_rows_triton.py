@@ -2,9 +2,9 @@
 
 from torch import fx
 
-from octavo.codegen.moe_nodes import moe_refusal, read_mixture, read_router, router_refusal
-from octavo.codegen.moe_triton import moe_spec, router_spec, tma_refusal
-from octavo.codegen.row import Row, static_size
+from octavo.codegen.moe_nodes import moe_refusal, read_mixture, read_numbering, read_router, router_refusal
+from octavo.codegen.moe_triton import map_spec, moe_spec, router_spec, tma_refusal
+from octavo.codegen.row import Row, always, static_size
 from octavo.compiler.target import Target
 
 # Experts that a program holds at once: their scores, or where the rows of each begin.
@@ -25,6 +25,7 @@ def too_many_experts(experts: int) -> str | None:
 
 ROWS: tuple[Row, ...] = (
     Row("router", "router", refuse_router, lambda node, target: router_spec(read_router(node))),
+    Row("map_experts", "map_experts", always, lambda node, target: map_spec(read_numbering(node))),
     Row(
         "moe_tma",
         "moe",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.linear_triton import with_param, with_stages
-from octavo.codegen.moe import Mixture, Router
+from octavo.codegen.moe import Mixture, Numbering, Router
 from octavo.codegen.specs_triton import ceil_div, in_order, number, power_of_2, tiles, warps_for
 from octavo.compiler.program import ITEM_BYTES
 from octavo.compiler.target import Target
@@ -34,6 +34,23 @@ def router_spec(router: Router) -> KernelSpec:
         flops=router.flops,
         num_warps=warps_for(block_g * block_s),
         label=f"{router.dtype}_e{router.experts}_k{router.top_k}",
+    )  # fmt: skip
+
+
+def map_spec(numbering: Numbering) -> KernelSpec:
+    block = 256
+    return KernelSpec(
+        op="map_experts",
+        template="triton/map_experts.py.jinja",
+        params=(("NUM_EXPERTS", numbering.experts), ("BLOCK", block)),
+        args=(
+            pointer("experts", "i64"), pointer("table", "i64"), pointer("out", "i64"),
+            number("num_pairs", numbering.pairs),
+        ),
+        grid=(f"({numbering.pairs} + {block - 1}) // {block}", "1", "1"),
+        bytes=numbering.bytes,
+        num_warps=warps_for(block),
+        label=numbering.label,
     )  # fmt: skip
 
 
@@ -149,7 +166,7 @@ def tile_numbers(dtype: str, block_m: int, is_gated: bool, k: int) -> tuple[int,
 
 def combine_spec(mixture: Mixture) -> KernelSpec:
     block = min(power_of_2(mixture.out), 1024)
-    row_bytes = mixture.top_k * (4 * mixture.out + 4) + mixture.out * ITEM_BYTES[mixture.dtype]
+    row_bytes = mixture.top_k * (4 * mixture.out + 12) + mixture.out * ITEM_BYTES[mixture.dtype]
     return KernelSpec(
         op="moe",
         template="triton/moe_combine.py.jinja",
@@ -157,7 +174,10 @@ def combine_spec(mixture: Mixture) -> KernelSpec:
             ("dtype", mixture.dtype), ("placed", False), ("weighted", True), ("shared", False),
             ("TOP_K", mixture.top_k), ("WIDTH", mixture.out), ("BLOCK", block),
         ),
-        args=(pointer("parts", "fp32"), pointer("weights", "fp32"), pointer("out", mixture.dtype)),
+        args=(
+            pointer("parts", "fp32"), pointer("experts", "i64"), pointer("weights", "fp32"),
+            pointer("out", mixture.dtype),
+        ),
         grid=(str(mixture.count), str(ceil_div(mixture.out, block)), "1"),
         bytes=f"({mixture.count}) * {row_bytes}",
         flops=f"{mixture.pairs} * {2 * mixture.out}",

@@ -16,7 +16,7 @@ KERNELS = frozenset(
         "embedding", "rms_norm", "add_rms_norm", "linear", "rope", "kv_write", "rope_kv_write",
         "paged_attention", "act_mul", "gather_logits", "add", "layer_norm", "pointwise",
         "head_linear", "latent_write", "paged_mla_attention",
-        "router", "moe",
+        "router", "map_experts", "moe",
     )
 )  # fmt: skip
 # What the passes that quantise add.

@@ -53,7 +53,7 @@ def decode(codes: Tensor, scales: Tensor, layout: str) -> Tensor:
     rows, length = codes.shape[0], 2 * codes.shape[1]
     if layout == "swizzled_128x4":
         scales = nvfp4.unswizzle(scales, rows, length // nvfp4.BLOCK_ELEMENTS)
-    return nvfp4.dequantize(codes, scales.reshape(rows, -1), torch.ones(()))
+    return nvfp4.dequantize(codes, scales.reshape(rows, length // nvfp4.BLOCK_ELEMENTS), torch.ones(()))
 
 
 def finish(sums: Tensor, alpha: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -288,3 +288,7 @@ def test_says_what_is_wrong_with_a_step(kernels: KernelLibrary) -> None:
 def test_refuses_heads_that_do_not_divide() -> None:
     with pytest.raises(CodegenError, match="heads must be a multiple of kv heads, got 5 and 3"):
         _ = Case(heads=5).spec
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -98,3 +98,7 @@ def test_refuses_mixed_dtypes() -> None:
     weight.meta["val"] = graph.mode.from_tensor(torch.zeros(4, 16, dtype=torch.bfloat16), static_shapes=True)
     with pytest.raises(CodegenError, match=r"no cpu kernel for linear .*got x float32, weight bfloat16"):
         cpp_spec(node)
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -221,3 +221,7 @@ def test_other_dtypes_are_refused() -> None:
         CodegenError, match="expected fp32 or bf16, one for all, got x float16, weight float16"
     ):
         cpp_spec(node())
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -6,7 +6,17 @@ import operator
 import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded, rounding
-from experts import NAMES, Layer, Routing, moe_spec, parameters, router_spec
+from experts import (
+    NAMES,
+    RENUMBERED,
+    Layer,
+    Routing,
+    map_spec,
+    moe_spec,
+    parameters,
+    router_spec,
+    with_holes,
+)
 from lowered import LoweredGraph
 from torch import Tensor, fx
 
@@ -33,6 +43,7 @@ ROUTERS = (
     Routing(64, 8, "sigmoid", num_groups=8, top_groups=3, group_score="top2_sum", scaling=2.5, has_bias=True),
     Routing(15, 6, "softmax", num_groups=5, top_groups=1, renormalize=False, has_bias=True),
     Routing(128, 6, "softmax", num_groups=4, top_groups=2),
+    Routing(6, 3, "unit", renormalize=False, scaling=0.5, has_bias=True),
 )
 
 
@@ -49,6 +60,7 @@ LAYERS = (
 @pytest.fixture(scope="module", params=RUNNABLE)
 def kernels(request: pytest.FixtureRequest) -> KernelLibrary:
     specs = [router_spec(routing, dtype) for routing in ROUTERS for dtype in DTYPES]
+    specs.append(map_spec(4, 2))
     return KernelLibrary([*specs, *(moe_spec(layer, d) for layer in LAYERS for d in DTYPES)], request.param)
 
 
@@ -161,6 +173,28 @@ def test_all_tokens_of_one_expert_and_one_expert_twice(kernels: KernelLibrary, d
         assert_close(mix(kernels, layer, given), reference(layer, *given))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS[:2], ids=lambda m: f"{m.activation}-{m.hidden}")
+def test_a_slot_without_an_expert_adds_nothing(
+    kernels: KernelLibrary, layer: Layer, dtype: torch.dtype
+) -> None:
+    for tokens in (1, 2, 131):
+        x, experts, weights = inputs(layer, tokens, dtype)
+        given = (x, *with_holes(experts, weights))
+        result = mix(kernels, layer, given)
+        assert_close(result, reference(layer, *given))
+        assert not result[-1].any() and not result[1:2].any()
+        assert not mix(kernels, layer, (x, torch.full_like(experts, -1), weights)).any()
+        for num_threads in (1, 3):
+            assert torch.equal(mix(kernels, layer, given, num_threads), result)
+            alone = torch.cat([mix(kernels, layer, part(given, i, i + 1)) for i in range(min(tokens, 9))])
+            assert torch.equal(alone, result[:9])
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()
+
+
 def part(given: Given, start: int, stop: int) -> Given:
     x, experts, weights = (tensor[start:stop].clone() for tensor in given)
     return x, experts, weights
@@ -183,10 +217,21 @@ def test_an_expert_that_does_not_exist_is_an_error(kernels: KernelLibrary) -> No
     x, experts, weights = inputs(layer, 2, FP32)
     spec = moe_spec(layer, FP32)
     scratch = [torch.zeros(2, 2, 64), torch.zeros(2, 2, 64), torch.zeros(2, 2, 64)]
-    for wrong in (-1, layer.experts, 2**40):
+    for wrong in (-2, layer.experts, 2**40, -(2**40)):
         experts[1, 0] = wrong
         given = [x, experts, weights, *parameters(layer, FP32).values(), *scratch, torch.zeros(2, 64)]
         assert kernels(spec, given, [2]) == 6
+
+
+def test_experts_get_other_numbers(kernels: KernelLibrary) -> None:
+    chosen, table, expected = (torch.tensor(rows) for rows in RENUMBERED)
+    out = torch.zeros_like(chosen)
+    assert kernels(map_spec(4, 2), [chosen, table, out], [8]) == 0
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.ops.octavo.map_experts(chosen[None], table)[0], expected)
+    for wrong in (-2, 4, 2**40):
+        chosen[2, 1] = wrong
+        assert kernels(map_spec(4, 2), [chosen, table, out], [8]) == 6
 
 
 def small_model(layer: Layer, dtype: torch.dtype) -> fx.GraphModule:
@@ -224,7 +269,7 @@ def test_step_of_a_graph_of_two_mixtures() -> None:
     program = emit(module, specs, plan_memory(module.graph), 16)
     library = ctypes.CDLL(str(build_program(program, specs.values(), RUNNABLE[0])))
     ids, rows, logits = torch.arange(tokens), torch.tensor([0, 8, 3]), torch.zeros(3, 11)
-    sizes = {"T": tokens, "R": 1, "L": 3, "P": 1, "num_pages": 1}
+    sizes = {"T": tokens, "R": 1, "L": 3, "P": 1, "num_pages": 1, "N": tokens}
     tensors = {"input_ids": ids, "logit_rows": rows, "logits": logits}
     workspace = torch.full((evaluate(program.workspace, sizes) // 4,), float("nan"))
     used = [

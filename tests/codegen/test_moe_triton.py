@@ -91,7 +91,7 @@ def test_weights_and_arguments_reach_the_kernels() -> None:
     assert names == [
         ["x", "gate_up", "gate_up_bias", "order", "starts", "hidden"],
         ["hidden", "down", "down_bias", "order", "starts", "parts"],
-        ["parts", "weights", "out"],
+        ["parts", "experts", "weights", "out"],
     ]
     assert [(arg.dtype, arg.shape) for arg in (gate_up.args[1], down.args[1])] == [
         ("bf16", (8 * 96, 64)),

@@ -200,3 +200,7 @@ def test_refuses_pages_without_their_parts() -> None:
     scales = [graph.cache(f"{n}_scales_0", 2, 16, 1, E4M3) for n in "kv"]
     with pytest.raises(CodegenError, match="expected pages of uint8, got k_cache float8_e4m3fn"):
         cpp_spec(graph.call("kv_write", k, k, *caches, slots, *scales, multipliers))
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -192,3 +192,7 @@ def test_heads_count_as_rows() -> None:
     ):
         spec = cpp_spec(node)
         assert spec.args[-1].value == "9*T" and 64 in dict(spec.params).values()
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -327,3 +327,7 @@ def test_says_what_it_refuses() -> None:
         producer("quantize", 80, BF16, "nvfp4", True, "swizzled_128x4")
     with pytest.raises(CodegenError, match=r"quantize.*expected fp32 or bf16, one for all, got x float16"):
         producer("quantize", 80, torch.float16, "nvfp4", True)
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

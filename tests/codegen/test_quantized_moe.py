@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cpp_kernels import RUNNABLE, KernelLibrary, cpp_spec, guarded
-from experts import Layer
+from experts import Layer, with_holes
 from lowered import LoweredGraph
 from quantized_experts import OPS, Stack, expected, stack, tokens_of
 from torch import Tensor, fx
@@ -142,6 +142,18 @@ def test_a_token_does_not_depend_on_batch_or_threads(kernels: KernelLibrary, cas
             assert torch.equal(run(kernels, case, scheme, part(given, 0, count), num_threads), alone[:count])
 
 
+@pytest.mark.parametrize(("case", "scheme"), BUILT)
+def test_a_slot_without_an_expert_adds_nothing(kernels: KernelLibrary, case: str, scheme: str) -> None:
+    x, experts, weights = inputs(case, 70)
+    given = (x, *with_holes(experts, weights))
+    result, wanted = run(kernels, case, scheme, given), made(case, scheme)(*given)
+    assert not result[[1, -1]].any() and bool(result.isfinite().all())
+    assert float((result.double() - wanted.double()).norm() / wanted.double().norm()) < 5e-3
+    alone = torch.cat([run(kernels, case, scheme, part(given, i, i + 1), 1) for i in range(70)])
+    assert torch.equal(alone, result)
+    assert not run(kernels, case, scheme, (x, torch.full_like(experts, -1), weights)).any()
+
+
 def part(given: Given, start: int, stop: int) -> Given:
     x, experts, weights = (tensor[start:stop].clone() for tensor in given)
     return x, experts, weights
@@ -149,9 +161,10 @@ def part(given: Given, start: int, stop: int) -> Given:
 
 def test_an_expert_that_does_not_exist_is_an_error(kernels: KernelLibrary) -> None:
     given = inputs("own", 2)
-    given[1][1, 0] = SMALL.experts
-    with pytest.raises(AssertionError, match="6 == 0"):
-        run(kernels, "own", "nvfp4", given)
+    for wrong in (SMALL.experts, -2):
+        given[1][1, 0] = wrong
+        with pytest.raises(AssertionError, match="6 == 0"):
+            run(kernels, "own", "nvfp4", given)
 
 
 @pytest.mark.parametrize(
@@ -202,3 +215,7 @@ def test_builds_for_the_instructions_that_may_be_missing_here() -> None:
         buffers=(), steps=(), workspace="0",
     )  # fmt: skip
     assert build_shared_library(source, "avx512_bf16").exists()
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -312,3 +312,7 @@ def test_every_row_has_its_reasons() -> None:
     with pytest.raises(CodegenError, match="expected fp32 or bf16, one for all, got x float16"):
         norm_spec("rms_norm", 16, torch.float16)
     assert len({row.op for row in ROWS}) == len(ROWS)
+
+
+def test_a_step_without_tokens_is_no_work(kernels: KernelLibrary) -> None:
+    kernels.assert_idle_without_tokens()

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.render import render, render_template
 from octavo.codegen.select import select
+from octavo.compiler.expression import evaluate
 from octavo.compiler.host import LEVELS, build_shared_library, can_run
 from octavo.compiler.program import DIMS
 from octavo.compiler.target import load_target
@@ -29,8 +30,8 @@ class KernelLibrary:
     """Built kernels, callable by spec. text: further C++ after the kernels."""
 
     def __init__(self, specs: Iterable[KernelSpec], features: str, text: str = "") -> None:
-        distinct = {spec.name: spec for spec in specs}.values()
-        kernels = [render(spec) for spec in distinct] + [_entry(spec) for spec in distinct] + [text]
+        self.specs = list({spec.name: spec for spec in specs}.values())
+        kernels = [render(spec) for spec in self.specs] + [_entry(spec) for spec in self.specs] + [text]
         source = render_template(
             "cpp/program.cpp.jinja",
             version="test",
@@ -51,6 +52,17 @@ class KernelLibrary:
         addresses = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         scalars = (ctypes.c_int64 * len(sizes))(*sizes)
         return int(getattr(self.library, f"test_{spec.name}")(addresses, scalars, num_threads))
+
+    def assert_idle_without_tokens(self) -> None:
+        """Every kernel returns 0 in a step of no token, and writes nowhere: as on a rank that has nothing to do."""
+        dims = {**dict.fromkeys(DIMS, 0), "num_pages": 3}
+        memory, one = torch.full((1 << 16,), 0xFF, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
+        for spec in self.specs:
+            pointers = [arg.name for arg in spec.args if arg.kind == "pointer"]
+            sizes = [evaluate(arg.value, dims) for arg in spec.args if arg.kind == "scalar"]
+            tensors = [one if name == "cu_seqlens_q" else memory for name in pointers]
+            assert self(spec, tensors, sizes) == 0, spec.name
+            assert bool((memory == 0xFF).all()), f"{spec.name} wrote something"
 
 
 def _entry(spec: KernelSpec) -> str:

@@ -72,6 +72,15 @@ def moe_spec(layer: Layer, dtype: torch.dtype) -> KernelSpec:
 
 
 @cache
+def map_spec(experts: int, top_k: int) -> KernelSpec:
+    graph = LoweredGraph()
+    graph.input("input_ids")
+    chosen = graph.tokens("experts", (top_k,), torch.int64)
+    table = graph.weight("table", torch.zeros(experts, dtype=torch.int64))
+    return cpp_spec(graph.call("map_experts", chosen, table))
+
+
+@cache
 def parameters(layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(layer.hidden)
     rows = 2 * layer.intermediate
@@ -83,3 +92,20 @@ def parameters(layer: Layer, dtype: torch.dtype) -> dict[str, Tensor]:
     }
     kept = {name: value for name, value in values.items() if layer.has_bias or "bias" not in name}
     return {name: guarded(value.to(dtype)) for name, value in kept.items()}
+
+
+# Of experts 0..3 by other numbers: chosen, table, and what it makes of them.
+RENUMBERED = (
+    [[0, 3], [-1, 2], [1, 1], [-1, -1]],
+    [7, -1, 0, 2**40],
+    [[7, 2**40], [-1, 0], [-1, -1], [-1, -1]],
+)
+
+
+def with_holes(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, K) with slots that have no expert and a weight of nan: every third, all of the second row and of the last."""
+    experts, weights = experts.clone(), weights.clone()
+    experts.flatten()[::3] = -1
+    experts[1::97], experts[-1] = -1, -1
+    weights[experts < 0] = float("nan")
+    return experts, guarded(weights)

@@ -123,6 +123,8 @@ def expected(made: Stack, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor
     for token, row in enumerate(x):
         values = rounded(row, made.scheme, made.x_outer)
         for slot, e in enumerate(experts[token].tolist()):
+            if e == -1:
+                continue
             both = made.values["gate_up"][e] @ values + biases["gate_up"][e]
             gate, up = both[:half], both[half:]
             if layer.limit:

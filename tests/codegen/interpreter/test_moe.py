@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.codegen.moe import Mixture, Router
-from octavo.codegen.moe_triton import moe_spec, router_spec, tma_refusal
+from octavo.codegen.moe import Mixture, Numbering, Router
+from octavo.codegen.moe_triton import map_spec, moe_spec, router_spec, tma_refusal
 from octavo.compiler.ops.moe import moe, router
 from octavo.compiler.target import load_target
 
@@ -22,6 +22,7 @@ ROUTERS = {
     "softmax": PLAIN,
     "bf16_all_experts": replace(PLAIN, dtype="bf16", top_k=8, renormalize=False, scaling=0.5),
     "selected": replace(PLAIN, experts=7, top_k=3, scoring="softmax_selected", renormalize=False, bias_dtype="fp32"),
+    "unit": replace(PLAIN, experts=6, top_k=3, scoring="unit", renormalize=False, bias_dtype="fp32", scaling=0.5),
     "one_expert": replace(PLAIN, experts=1, top_k=1, scoring="sigmoid", renormalize=False),
     "groups": replace(
         PLAIN, experts=64, top_k=8, scoring="sigmoid", bias_dtype="bf16", groups=8, top_groups=3,
@@ -107,7 +108,8 @@ def run(launch: Launch, layer: Mixture, experts: Tensor, is_tma: bool = False) -
         "down": (draw(layer.experts, layer.out, layer.intermediate) / layer.intermediate**0.5).to(dtype),
         "gate_up_bias": draw(layer.experts, rows).to(DTYPES[layer.gate_up_bias or "fp32"]),
         "down_bias": draw(layer.experts, layer.out).to(DTYPES[layer.down_bias or "fp32"]),
-        "weights": draw(tokens, layer.top_k).abs(),
+        # what a slot without an expert weighs does not matter
+        "weights": draw(tokens, layer.top_k).abs().masked_fill(experts < 0, float("nan")),
         "x": draw(tokens, layer.hidden).to(dtype),
         "experts": experts,
         "out": torch.full((tokens, layer.out), float("nan"), dtype=dtype),
@@ -146,6 +148,34 @@ def test_moe_of_many_tokens(launch: Launch, assert_rounds_to: Check, variant: st
     layer = LAYERS[variant]
     tokens = 32 * layer.experts // layer.top_k + 1
     assert_rounds_to(*run(launch, layer, skewed(layer, tokens), can_tma(layer)), sums=1.0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens", "is_tma"),
+    [("silu", 7, True), ("odd", 7, False), ("fp32", 7, False), ("silu", 65, True), ("oai", 3, False)],
+)
+def test_slots_without_an_expert_add_nothing(
+    launch: Launch, assert_rounds_to: Check, variant: str, tokens: int, is_tma: bool
+) -> None:
+    """Few tokens and many; every third slot, the second token and the last, and then all."""
+    layer = LAYERS[variant]
+    experts = skewed(layer, tokens)
+    experts.flatten()[::3] = -1
+    experts[1], experts[-1] = -1, -1
+    out, expected = run(launch, layer, experts, is_tma)
+    assert_rounds_to(out, expected, sums=1.0)
+    assert not out[[1, -1]].any() and out[0].any()
+    assert not run(launch, layer, torch.full_like(experts, -1), is_tma)[0].any()
+
+
+def test_experts_get_other_numbers(launch: Launch) -> None:
+    """Those that the table does not have, nobody's."""
+    chosen = torch.randint(-1, 5, (300, 2), generator=torch.Generator().manual_seed(1))
+    table, out = torch.tensor([7, -1, 0, 2**40, 3]), torch.full((300, 2), -7)
+    chosen[3], chosen[5, 1] = torch.tensor([5, -2]), 2**40
+    launch(map_spec(Numbering("T * 2", 5)), {"experts": chosen, "table": table, "out": out}, {"T": 300})
+    numbers = dict(enumerate(table.tolist()))
+    assert out.flatten().tolist() == [numbers.get(e, -1) for e in chosen.flatten().tolist()]
 
 
 @pytest.mark.parametrize("tokens", [5, 67])

@@ -73,8 +73,15 @@ def test_weights_are_probabilities_and_sum_to_one_only_when_renormalized() -> No
     assert weights == pytest.approx(routed(logits, scoring="softmax_selected")[0], rel=1e-6)
 
 
+def test_logits_only_select_where_every_weight_is_one() -> None:
+    weights, experts = routed(
+        [-3.0, 0.0, -1.0], torch.tensor([5.0, 0.0, 0.0]), 2, "unit", False, (1, 1, "max", 2.5)
+    )
+    assert (weights, experts) == ([2.5, 2.5], [0, 1])
+
+
 def test_equal_scores_take_the_lower_index() -> None:
-    for scoring in ("softmax", "sigmoid", "softmax_selected"):
+    for scoring in ("softmax", "sigmoid", "softmax_selected", "unit"):
         assert routed([1.0, 2.0, 1.0, 2.0, 1.0], None, 4, scoring)[1] == [1, 3, 0, 2]
     assert routed(torch.zeros(64), None, 8, "sigmoid", False, (8, 2, "max", 1.0))[1] == list(range(8))
 
@@ -90,7 +97,7 @@ def test_bf16_logits_are_scored_in_fp32() -> None:
 
 def test_refuses_names_it_does_not_know() -> None:
     with pytest.raises(
-        ValueError, match=r"scoring must be one of softmax, sigmoid, softmax_selected, got 'tanh'"
+        ValueError, match=r"scoring must be one of softmax, sigmoid, softmax_selected, unit, got 'tanh'"
     ):
         routed([0.0, 1.0], scoring="tanh")
     with pytest.raises(ValueError, match=r"group_score must be one of top2_sum, max, got 'mean'"):
@@ -131,6 +138,8 @@ def looped(values: tuple[Any, ...], activation: str, limit: float, alpha: float)
     result = torch.zeros_like(x)
     for t, k in itertools.product(range(TOKENS), range(SLOTS)):
         e = int(experts[0, t, k])
+        if e == -1:
+            continue
         first, second = (None, None) if gate_up_bias is None else gate_up_bias[e].split(WIDTH)
         gate, up = F.linear(x[0, t], gate_up[e, :WIDTH], first), F.linear(x[0, t], gate_up[e, WIDTH:], second)
         if limit:
@@ -149,6 +158,37 @@ def test_experts_equal_a_loop_over_tokens(activation: str, bias: bool) -> None:
     for limit in (0.0, 1.0):
         expected = looped(values, activation, limit, 1.7)
         assert torch.allclose(octavo.moe(*values, activation, limit, 1.7), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_slot_without_an_expert_adds_nothing_whatever_its_weight() -> None:
+    x, experts, weights, *rest = made(torch.float64, True)
+    experts[0, 0, 1] = experts[0, 2, 0] = experts[0, 3, :] = -1
+    weights[experts < 0] = float("nan")
+    expected = looped((x, experts, weights, *rest), "silu", 0.0, 1.0)
+    result = octavo.moe(x, experts, weights, *rest, "silu", 0.0, 1.0)
+    assert torch.allclose(result, expected, rtol=1e-12, atol=1e-12)
+    assert not result[0, 3].any()
+    # A slot more that is nobody's changes no bit.
+    wider = torch.cat((torch.full_like(experts[..., :1], -1), experts), -1)
+    shares = torch.cat((torch.full_like(weights[..., :1], float("inf")), weights), -1)
+    assert torch.equal(octavo.moe(x, wider, shares, *rest, "silu", 0.0, 1.0), result)
+    assert not octavo.moe(x, torch.full_like(experts, -1), weights, *rest, "silu", 0.0, 1.0).any()
+
+
+def test_no_token_makes_no_row() -> None:
+    x, experts, weights, *rest = made(torch.bfloat16, True)
+    none = octavo.moe(x[:, :0], experts[:, :0], weights[:, :0], *rest, "silu", 0.0, 1.0)
+    assert none.shape == (1, 0, HIDDEN) and none.dtype is torch.bfloat16
+    shares, chosen = octavo.router(torch.empty(1, 0, 8), None, 2, "softmax", True, *PLAIN)
+    assert shares.shape == chosen.shape == (1, 0, 2)
+
+
+@pytest.mark.parametrize("wrong", [-2, EXPERTS, 2**40])
+def test_any_other_expert_that_there_is_not_is_an_error(wrong: int) -> None:
+    x, experts, weights, *rest = made(torch.float64, False)
+    experts[0, 1, 1] = wrong
+    with pytest.raises(IndexError, match=f"experts must be 0 to 3, or -1 for none, got .*{wrong}"):
+        octavo.moe(x, experts, weights, *rest, "silu", 0.0, 1.0)
 
 
 def test_a_clamp_and_alpha_matter() -> None:

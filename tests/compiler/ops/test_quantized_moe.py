@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts import Layer
+from experts import Layer, with_holes
 from quantized_experts import FP8, SCHEMES, Stack, expected, stack, tokens_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -55,6 +55,21 @@ def test_a_token_does_not_depend_on_those_beside_it(scheme: str, static: bool) -
     whole = made(x, experts, weights)
     x[1:] *= 1000.0
     assert torch.equal(made(x, experts, weights)[0], whole[0])
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static", "by token"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_slot_without_an_expert_adds_nothing(scheme: str, static: bool) -> None:
+    made, (x, experts, weights) = stack(SILU, scheme, static), tokens_of(SILU, 9, FP32)
+    experts, weights = with_holes(experts, weights)
+    assert_close(made, (x, experts, weights))
+    assert not made(x, experts, weights)[[1, -1]].any()
+    assert not made(x, torch.full_like(experts, -1), weights).any()
+    assert made(x[:0], experts[:0], weights[:0]).shape == (0, SILU.hidden)
+    for wrong in (-2, SILU.experts):
+        experts[3, 0] = wrong
+        with pytest.raises(IndexError, match=f"experts must be 0 to 3, or -1 for none, got .*{wrong}"):
+            made(x, experts, weights)
 
 
 def test_an_expert_has_its_own_scale_of_the_hidden_state() -> None:
