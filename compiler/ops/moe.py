@@ -8,7 +8,7 @@ from torch import Tensor
 from octavo.compiler.ops.mlp import activate
 from octavo.compiler.ops.op import Op, accumulator
 
-SCORINGS = ("softmax", "sigmoid", "softmax_selected")
+SCORINGS = ("softmax", "sigmoid", "softmax_selected", "unit")
 GROUP_SCORES = ("top2_sum", "max")
 
 
@@ -20,8 +20,8 @@ def router(
 
     logits      (1, T, E) fp32 or bf16; everything is computed in fp32 (fp64 for fp64), whatever they are
     bias        (E,) or None; added to the scores for the selection only, never part of a weight
-    scoring     "softmax" over all experts, "sigmoid", or "softmax_selected": the logits select, and the softmax
-                is over the selected ones
+    scoring     "softmax" over all experts, "sigmoid", "softmax_selected": the logits select, and the softmax is over
+                the selected ones, or "unit": the logits select, and every weight is one
     renormalize divide by the sum over the selected
     num_groups  experts lie in groups of E / num_groups; only those of the best `top_groups` can be selected (1: no
                 groups). A group scores the sum of its two best experts ("top2_sum") or its best ("max"), bias included
@@ -32,7 +32,7 @@ def router(
     if scoring not in SCORINGS:
         raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
     wide = logits.to(accumulator(logits))
-    scores = {"softmax": wide.softmax(-1), "sigmoid": wide.sigmoid(), "softmax_selected": wide}[scoring]
+    scores = {"softmax": wide.softmax(-1), "sigmoid": wide.sigmoid()}.get(scoring, wide)
     choice = scores if bias is None else scores + bias.to(wide.dtype)
     if num_groups > 1:
         choice = _within_groups(choice, num_groups, top_groups, group_score)
@@ -40,6 +40,8 @@ def router(
     weights = scores.gather(-1, experts)
     if scoring == "softmax_selected":
         weights = weights.softmax(-1)
+    if scoring == "unit":
+        weights = torch.ones_like(weights)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * scaling, experts.contiguous()
