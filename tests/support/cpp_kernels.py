@@ -59,7 +59,7 @@ class KernelLibrary:
         memory, one = torch.full((1 << 16,), 0xFF, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
         for spec in self.specs:
             pointers = [arg.name for arg in spec.args if arg.kind == "pointer"]
-            sizes = [evaluate(arg.value, dims) for arg in spec.args if arg.kind == "scalar"]
+            sizes = [evaluate(str(arg.value), dims) for arg in spec.args if arg.kind == "scalar"]
             tensors = [one if name == "cu_seqlens_q" else memory for name in pointers]
             assert self(spec, tensors, sizes) == 0, spec.name
             assert bool((memory == 0xFF).all()), f"{spec.name} wrote something"
