@@ -33,12 +33,12 @@ class GraphModel(nn.Module):
         values = [
             given[node.name] if node.name in given else empty_pages(node, step.num_pages) for node in inputs
         ]
-        run = self.graph_module if self.seed is None else _Moved(self.graph_module, self.seed).run
+        run = self.graph_module if self.seed is None else Moved(self.graph_module, self.seed).run
         logits: Tensor = run(*values)[0]
         return logits
 
 
-class _Moved(Interpreter):
+class Moved(Interpreter):
     """What sums in another order may do to products."""
 
     def __init__(self, graph_module: GraphModule, seed: int) -> None:

@@ -7,8 +7,9 @@ from torch.fx import GraphModule, Node
 
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.origin import where
+from octavo.compiler.program import COLLECTIVES as COLLECTIVE_NAMES
 
-Stage = Literal["captured", "canonical", "fused", "paged", "lowered", "quantized"]
+Stage = Literal["captured", "canonical", "fused", "paged", "lowered", "quantized", "parallel"]
 
 KERNELS = frozenset(
     "octavo::" + name
@@ -27,6 +28,8 @@ QUANTIZED_KERNELS = frozenset(
         "nvfp4_linear", "nvfp4_weight_linear", "fp8_linear", "nvfp4_moe", "nvfp4_weight_moe", "fp8_moe",
     )
 )  # fmt: skip
+# What ranks do together.
+COLLECTIVES = frozenset("octavo::" + name for name in COLLECTIVE_NAMES)
 VIEWS = frozenset(("aten::reshape", "getitem"))
 # Spellings that canonicalize removes, so that patterns need not know them.
 REMOVED = frozenset(
@@ -48,10 +51,12 @@ VIEWS_OF_PAIRS = frozenset("aten::" + name for name in ("view", "_unsafe_view", 
 LEGAL: dict[Stage, frozenset[str] | None] = {
     "captured": None, "canonical": None, "fused": None, "paged": None, "lowered": KERNELS | VIEWS,
     "quantized": KERNELS | QUANTIZED_KERNELS | VIEWS,
+    "parallel": KERNELS | QUANTIZED_KERNELS | VIEWS | COLLECTIVES,
 }  # fmt: skip
 ILLEGAL: dict[Stage, frozenset[str]] = {
     "captured": frozenset(), "canonical": REMOVED, "fused": REMOVED | (ATTENTION - {"octavo::attention"}),
     "paged": REMOVED | ATTENTION | LATENT, "lowered": frozenset(), "quantized": frozenset(),
+    "parallel": frozenset(),
 }  # fmt: skip
 
 
@@ -99,7 +104,7 @@ def _check_call(
 ) -> None:
     name = op(node)
     if (
-        stage in ("lowered", "quantized")
+        stage in ("lowered", "quantized", "parallel")
         and name == "aten::reshape"
         and _leading(node) != _leading(node.all_input_nodes[0])
     ):

@@ -90,6 +90,18 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class ExpertLayer:
+    """A mixture whose experts are spread over ranks: its weights, by experts, and the table that finds them.
+
+    table    weight (ranks * experts,) i64, of which each rank has its part: where a rank that asks finds each expert
+    weights  those with an axis of experts in front
+    """
+
+    table: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """What runs in one step, in order.
 
@@ -98,6 +110,7 @@ class Program:
     page_windows  of each page group, how many keys a query of its layers sees, itself included; None: all
     mesh          of the ranks that run the program, each on other pieces of the weights
     shards        of weights that ranks hold pieces of: buffers have the shape of a piece, the artifact has all
+    experts       of each mixture that is spread over ranks, in the order of the layers
     """
 
     buffers: tuple[Buffer, ...]
@@ -107,6 +120,7 @@ class Program:
     page_windows: tuple[int | None, ...] = (None,)
     mesh: Mesh = ONE_RANK
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    experts: tuple[ExpertLayer, ...] = ()
 
     def of_kind(self, kind: BufferKind) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.kind == kind)

@@ -16,6 +16,7 @@ from octavo.compiler.program import (
     Buffer,
     BufferKind,
     Dim,
+    ExpertLayer,
     Program,
     Shard,
     Step,
@@ -53,6 +54,8 @@ def program_to_json(program: Program) -> str:
         shards = [f"{json.dumps(name)}: {_compact(vars(shard))}" for name, shard in program.shards.items()]
         parts.append(f'"mesh": {_compact(vars(program.mesh))}')
         parts.append('"shards": {\n' + ",\n".join(shards) + "\n}")
+        layers = [_compact(vars(layer)) for layer in program.experts]
+        parts.append('"experts": [\n' + ",\n".join(layers) + "\n]")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -71,7 +74,7 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
         data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _bad(where, "JSON", error) from None
-    optional = {"page_windows", "mesh", "shards"} & set(data) if isinstance(data, dict) else set()
+    optional = {"page_windows", "mesh", "shards", "experts"} & set(data) if isinstance(data, dict) else set()
     _expect_keys(data, {"buffers", "steps", "workspace", "page_size", *optional}, where)
     rows = _list(data["buffers"], MAX_BUFFERS, f"{where} buffers")
     buffers = tuple(_buffer(row, f"{where} buffer {i}") for i, row in enumerate(rows))
@@ -87,7 +90,9 @@ def program_from_json(text: str, where: str = "program.json") -> Program:
     windows = _windows(data.get("page_windows", list(ALL_PAGES)), f"{where} page_windows")
     shards = _shards(data.get("shards", {}), mesh, buffers, f"{where} shards")
     workspace = _dim(data["workspace"], DIMS, f"{where} workspace")
-    program = Program(buffers, steps, workspace, page_size, windows, mesh, shards)
+    rows = _list(data.get("experts", []), MAX_BUFFERS, f"{where} experts")
+    experts = tuple(_expert_layer(row, shards, f"{where} experts {i}") for i, row in enumerate(rows))
+    program = Program(buffers, steps, workspace, page_size, windows, mesh, shards, experts)
     _check_interface(program, where)
     return program
 
@@ -134,6 +139,14 @@ def _shard(row: Any, buffer: Buffer | None, mesh: Mesh, where: str) -> Shard:
             f"{sorted(lengths)} for {len(pieces)}",
         )
     return shard
+
+
+def _expert_layer(row: Any, shards: dict[str, Shard], where: str) -> ExpertLayer:
+    _expect_keys(row, {"table", "weights"}, where)
+    names = (row["table"], *_list(row["weights"], MAX_ARGS, where))
+    if any(type(name) is not str or name not in shards or shards[name].dim for name in names):
+        raise _bad(where, "weights of which ranks hold pieces of their first axis", names)
+    return ExpertLayer(names[0], names[1:])
 
 
 def _range(piece: Any, where: str) -> tuple[int, int]:

@@ -9,13 +9,11 @@ the last matrix product. Not matched: attention that is not causal (Kwon et al. 
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from octavo.passes.lower_elementwise import BINARY, UNARY
 from octavo.passes.pattern import Match, Var, arguments, call
-from octavo.passes.rewrite import Builder, fake_mode, replace
+from octavo.passes.rewrite import Builder, fake_mode, placeholder, replace, symbolic_tensor
 from octavo.passes.rule import PassReport, Rule, apply_rule
 
 octavo = torch.ops.octavo
@@ -56,37 +54,19 @@ def _add_step_inputs(graph_module: GraphModule) -> dict[str, Node]:
     with mode:
         slots = torch.empty((tokens,), dtype=torch.int64)
     inputs = {
-        "positions": _placeholder(graph_module, "positions", old.meta["val"], after=placeholders["input_ids"])
+        "positions": placeholder(graph_module, "positions", old.meta["val"], after=placeholders["input_ids"])
     }
     old.replace_all_uses_with(inputs["positions"])
     graph_module.graph.erase_node(old)
     last = inputs["positions"]
     values = {
         "slot_mapping": slots,
-        **{n: _symbolic(mode, n, s, torch.int32) for n, s in INTEGER_INPUTS.items()},
+        **{n: symbolic_tensor(mode, n, s, torch.int32) for n, s in INTEGER_INPUTS.items()},
     }
-    values["logit_rows"] = _symbolic(mode, "logit_rows", (2,), torch.int64)
+    values["logit_rows"] = symbolic_tensor(mode, "logit_rows", (2,), torch.int64)
     for name, value in values.items():
-        inputs[name] = last = _placeholder(graph_module, name, value, after=last)
+        inputs[name] = last = placeholder(graph_module, name, value, after=last)
     return inputs
-
-
-def _placeholder(graph_module: GraphModule, name: str, value: Any, after: Node) -> Node:
-    with graph_module.graph.inserting_after(after):
-        node = graph_module.graph.placeholder(name)
-    node.meta["val"] = value
-    return node
-
-
-def _symbolic(
-    mode: Any, name: str, sizes: tuple[int, ...], dtype: torch.dtype, static: tuple[int, ...] = ()
-) -> Any:
-    """A fake tensor whose sizes are symbols, but for the axes in `static`."""
-    dims = [DimDynamic.STATIC if i in static else DimDynamic.DYNAMIC for i in range(len(sizes))]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
-    return mode.from_tensor(
-        torch.empty(sizes, dtype=dtype), source=ConstantSource(name), symbolic_context=context
-    )
 
 
 def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: int) -> list[Node]:
@@ -102,8 +82,8 @@ def _add_caches(graph_module: GraphModule, index: int, node: Node, page_size: in
         name = f"{kind}_cache_{index}"
         last = [n for n in graph_module.graph.nodes if n.op == "placeholder"][-1]
         sizes = (4, heads, page_size, width)
-        cache = _symbolic(fake_mode(graph_module), name, sizes, dtype, static=(1, 2, 3))
-        caches.append(_placeholder(graph_module, name, cache, after=last))
+        cache = symbolic_tensor(fake_mode(graph_module), name, sizes, dtype, static=(1, 2, 3))
+        caches.append(placeholder(graph_module, name, cache, after=last))
     return caches
 
 

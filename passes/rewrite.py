@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
 from octavo.compiler.origin import where
@@ -83,6 +85,33 @@ def fake_mode(graph_module: GraphModule) -> FakeTensorMode:
     return mode
 
 
+def placeholder(graph_module: GraphModule, name: str, value: Any, after: Node) -> Node:
+    with graph_module.graph.inserting_after(after):
+        node = graph_module.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def symbolic_tensor(
+    mode: Any, name: str, sizes: tuple[int, ...], dtype: torch.dtype, static: tuple[int, ...] = ()
+) -> Any:
+    """A fake tensor whose sizes are symbols, but for the axes in `static`."""
+    dims = [DimDynamic.STATIC if i in static else DimDynamic.DYNAMIC for i in range(len(sizes))]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=dims)
+    return mode.from_tensor(
+        torch.empty(sizes, dtype=dtype), source=ConstantSource(name), symbolic_context=context
+    )
+
+
+def symbolic_input(
+    graph_module: GraphModule, name: str, sizes: tuple[int, ...], dtype: torch.dtype, after: Node
+) -> Node:
+    """A new placeholder of that rank, every size a symbol of its own."""
+    return placeholder(
+        graph_module, name, symbolic_tensor(fake_mode(graph_module), name, sizes, dtype), after
+    )
+
+
 def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Keep `tensor` in `root` at the dotted `name`, making the modules on the way."""
     *path, leaf = name.split(".")
@@ -138,7 +167,7 @@ def new_weight(
         declared(graph_module)[name] = part
     with graph_module.graph.inserting_before(next(iter(graph_module.graph.nodes))):
         node = graph_module.graph.get_attr(name)
-    node.meta["val"] = _fake(fake_mode(graph_module), tensor)
+    node.meta["val"] = fake_tensor(graph_module, tensor)
     return node
 
 
@@ -156,8 +185,9 @@ def release(graph_module: GraphModule, site: Site, weights: Sequence[Node]) -> S
     return dataclasses.replace(site, constants={})
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def fake_tensor(graph_module: GraphModule, tensor: torch.Tensor) -> torch.Tensor:
     """A weight's shape and dtype; one that has no values yet counts as the CPU's, like all others."""
+    mode = fake_mode(graph_module)
     if not tensor.is_meta:
         return mode.from_tensor(tensor, static_shapes=True)
     with mode:
