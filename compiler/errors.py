@@ -49,5 +49,9 @@ class ExecutionError(OctavoError):
     """A program failed while it ran, or gave logits that are not numbers."""
 
 
+class RankError(ExecutionError):
+    """Another rank is gone, stopped, or ended with an error, which the message names."""
+
+
 class OutOfPages(OctavoError):
     """The page pool cannot serve an allocation now. Internal: the scheduler preempts or waits."""
