@@ -24,8 +24,9 @@ from octavo.compiler.options import CompileOptions, DType
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, apply_step, expected_attentions, settings_of
 from octavo.compiler.report import plain_table
 from octavo.compiler.reproducer import write_graphs, write_reproducer
-from octavo.compiler.verify import Evidence, Wide, prove_report
+from octavo.compiler.verify import Evidence, prove_report
 from octavo.compiler.whole_model import BOUND
+from octavo.compiler.wide import Wide
 from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 

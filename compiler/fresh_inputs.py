@@ -169,6 +169,9 @@ def _value(
         return torch.complex(*parts)
     if example.dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
+    count = _num_experts(graph_module, name)
+    if count:
+        return torch.rand((*shape[:-1], count), generator=generator).argsort(-1)[..., : shape[-1]]
     return torch.randint(0, _rows(graph_module, name), shape, generator=generator).to(example.dtype)
 
 
@@ -189,6 +192,14 @@ def _is_ranked(graph_module: GraphModule, name: str) -> bool:
     """Whether an input's order decides what comes out: the logits of a router, the operand of a top-k."""
     ranking = (octavo.router.default, aten.topk.default)
     return any(n.target in ranking and _unshaped(n.args[0]).name == name for n in graph_module.graph.nodes)
+
+
+def _num_experts(graph_module: GraphModule, name: str) -> int:
+    """Of the experts that an input selects from, no token one of them twice; 0: it selects none."""
+    for node in graph_module.graph.nodes:
+        if node.target is octavo.moe.default and _unshaped(node.args[1]).name == name:
+            return int(node.args[3].meta["val"].shape[0])
+    return 0
 
 
 def _unshaped(node: Any) -> Node:

@@ -30,6 +30,7 @@ from octavo.passes.fuse_attention import fuse_attention
 from octavo.passes.fuse_gated_mlp import fuse_gated_mlp
 from octavo.passes.fuse_layer_norm import fuse_layer_norm
 from octavo.passes.fuse_mla import fuse_mla
+from octavo.passes.fuse_moe import fuse_moe
 from octavo.passes.fuse_pair_rope import fuse_pair_rope
 from octavo.passes.fuse_partial_rope import fuse_partial_rope
 from octavo.passes.fuse_rms_norm import fuse_rms_norm
@@ -80,6 +81,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(split_linear, "canonical"),
     Step(fold_constants, "canonical"),  # parts of weights are weights
     Step(eliminate_dead_code, "canonical"),
+    Step(fuse_moe, "canonical"),  # routers are looked for from here
     Step(fuse_router, "canonical"),  # before every pass that asks what a softmax is for
     Step(fuse_layer_norm, "canonical"),  # before rms_norm, which would take its second half
     Step(fuse_rms_norm, "canonical"),

@@ -24,6 +24,7 @@ from octavo.compiler.fresh_inputs import (
     step_inputs,
 )
 from octavo.compiler.reduced_sizes import reductions
+from octavo.compiler.wide import Wide, widened
 from octavo.passes.rewrite import Site
 from octavo.passes.rule import PassReport
 
@@ -109,12 +110,12 @@ def _prove_values(site: Site, bitwise: bool) -> Evidence:
     evidence = []
     for seed, tokens in enumerate(TOKENS):
         inputs = fresh_inputs(site.after, site.examples, tokens, seed, site.constants)
-        reference = _run_wide(site.before, [_wide(v) for v in inputs])
+        reference = _run_wide(site.before, [widened(v) for v in inputs])
         if any(bool(r.isnan().any()) for r in reference):
             # A root or a logarithm of what was never negative where it came from.
             inputs = [_positive(v, site) for v in inputs]
-            reference = _run_wide(site.before, [_wide(v) for v in inputs])
-        after = _run_wide(site.after, [_wide(v) for v in inputs])
+            reference = _run_wide(site.before, [widened(v) for v in inputs])
+        after = _run_wide(site.after, [widened(v) for v in inputs])
         _compare(
             reference, after, _depth(site) * torch.finfo(torch.float64).eps * SAFETY, f"fp64, {tokens} tokens"
         )
@@ -184,7 +185,7 @@ def _prove_paging(site: Site) -> Evidence:
         # What has no token axis, sinks for one, is the same for all sequences.
         shared = {name: value for name, value in sequences[0].items() if value.dim() < 3}
         sequences = [{**s, **shared} for s in sequences]
-        expected = [_run_wide(site.before, [_wide(v) for v in s.values()])[0] for s in sequences]
+        expected = [_run_wide(site.before, [widened(v) for v in s.values()])[0] for s in sequences]
         caches: dict[str, Tensor] = {}
         outputs: list[list[Tensor]] = [[] for _ in lengths]
         for is_last in (False, True):
@@ -215,7 +216,7 @@ def _sequence(
             if example.dtype.is_floating_point
             else torch.zeros(1)
         )
-        values[name] = _wide(value) if wide else value
+        values[name] = widened(value) if wide else value
     return values
 
 
@@ -266,25 +267,6 @@ def _depth(site: Site) -> int:
         int(d) for v in site.examples if isinstance(v, Tensor) for d in v.shape[-1:] if isinstance(d, int)
     ]
     return max([*widths, max(TOKENS)]) + len(_calls(site))
-
-
-class Wide(Interpreter):
-    """Runs a graph in fp64: conversions to a narrower dtype are left out."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args = tuple(_wide_dtype(a) for a in args)
-        kwargs = {name: _wide_dtype(value) for name, value in kwargs.items()}
-        return super().call_function(target, args, kwargs)
-
-
-def _wide_dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype.is_complex:
-        return value.to(torch.complex128)
-    return value.double() if isinstance(value, Tensor) and value.dtype.is_floating_point else value
 
 
 def _run(graph_module: GraphModule, inputs: Sequence[Any], keep_inputs: bool = False) -> list[Tensor]:
