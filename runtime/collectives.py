@@ -2,16 +2,24 @@
 and combine. Sums are in the order of ranks, so that results are equal bit for bit from run to run and on all ranks.
 """
 
+import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.compiler.errors import ExecutionError
 from octavo.compiler.program import Step
 from octavo.runtime.dispatchers import NOBODY, Dispatcher, Peers
+from octavo.runtime.regions import Region
 from octavo.runtime.wire import pack_rows, row_bytes, unpack_rows
 
+DTYPES = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
+    "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64,
+}  # fmt: skip
 # From here on an all_reduce sends each rank a part to add up, and the sums to all: fewer bytes, one message more.
 TWO_PHASE_BYTES = 1 << 16
 
@@ -27,20 +35,26 @@ class Collectives:
         self._axes = axes
         self._dispatcher = dispatcher
 
-    def run(self, step: Step, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
-        """Fill the outputs. Tensors have the shapes that the op says, and may be views of any memory."""
+    def run(self, step: Step, inputs: Sequence[Region | None], outputs: Sequence[Region]) -> None:
+        """Take part in a step's collective; see regions.Collectives."""
+        given = [None if region is None else tensor_of(region) for region in inputs]
+        self.run_on(step, given, [tensor_of(region) for region in outputs])
+
+    def run_on(self, step: Step, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
+        """Fill the outputs. Values of tokens are (T, ...), with or without the 1 that graphs have in front."""
         results = self._results(step.kernel, self._axes[step.axis], [*inputs, *step.options])
         for output, result in zip(outputs, results, strict=True):
-            output.copy_(result)
+            output.copy_(result.view(output.shape))
 
     def _results(self, kernel: str, peers: Peers, given: list[Any]) -> Sequence[Tensor]:
         if kernel == "dispatch":
             x, experts, weights, row_ranks, outer, num_local, wire = given
+            x, experts, weights = _rows(x), _rows(experts), _rows(weights)
             counts = torch.bincount(row_ranks, minlength=peers.size).tolist()
             return dispatch(self._of_tokens(), peers, x, experts, weights, counts, outer, num_local, wire)
         if kernel == "combine":
             parts, source, experts, num_local = given
-            return [combine(self._of_tokens(), peers, parts, source, experts, num_local)]
+            return [combine(self._of_tokens(), peers, _rows(parts), source, _rows(experts), num_local)]
         if kernel == "all_reduce":
             return [all_reduce(peers, given[0])]
         if kernel == "all_gather":
@@ -87,12 +101,12 @@ def dispatch(
     dispatcher: Dispatcher, peers: Peers, x: Tensor, experts: Tensor, weights: Tensor, counts: Sequence[int],
     outer: Tensor | None, num_local: int, wire: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """octavo::dispatch. counts: tokens of each rank, N together."""
+    """octavo::dispatch of x (T, H), experts and weights (T, K). counts: tokens of each rank, N in all."""
     hidden, slots, rows = x.shape[-1], experts.shape[-1], sum(counts)
-    packed, own = pack_rows(x.reshape(-1, hidden), wire, outer)
-    fields = [packed, _as_bytes(experts[0].to(torch.int32)), _as_bytes(weights[0])]
+    packed, own = pack_rows(x, wire, outer)
+    fields = [packed, _as_bytes(experts.to(torch.int32)), _as_bytes(weights)]
     payload = torch.cat([*fields, *([] if own is None else [_as_bytes(own)])], -1)
-    came, source = dispatcher.send(payload, wanted(experts[0], num_local, peers.size), counts)
+    came, source = dispatcher.send(payload, wanted(experts, num_local, peers.size), counts)
     order = torch.argsort(source == NOBODY, stable=True)[:rows]  # what holds something goes first
     came, source = _padded(came[order], rows, 0), _padded(source[order], rows, NOBODY)
     widths = [row_bytes(wire, hidden, x.dtype), slots * 4, slots * 4, 0 if own is None else 4]
@@ -102,21 +116,21 @@ def dispatch(
     here = (source != NOBODY)[:, None] & (physical // num_local == peers.coordinate)
     local = torch.where(here, physical % num_local, NOBODY)
     row_weights = torch.where(here, shares.contiguous().view(torch.float32), 0)
-    return unpack_rows(body, scale, wire, hidden, x.dtype)[None], local[None], row_weights[None], source
+    return unpack_rows(body, scale, wire, hidden, x.dtype), local, row_weights, source
 
 
 def combine(
     dispatcher: Dispatcher, peers: Peers, parts: Tensor, source: Tensor, experts: Tensor, num_local: int
 ) -> Tensor:
-    """octavo::combine."""
-    owners = wanted(experts[0], num_local, peers.size)
-    came = dispatcher.send_back(parts[0], source, owners)
+    """octavo::combine of parts (N, H), source (N,) and experts (T, K): (T, H)."""
+    owners = wanted(experts, num_local, peers.size)
+    came = dispatcher.send_back(parts, source, owners)
     place = (torch.cumsum(owners, 0) - 1).clamp(min=0)
     total = torch.zeros((len(owners), parts.shape[-1]), dtype=_wide(parts), device=parts.device)
     for rank, rows in enumerate(came):
         if len(rows):
             total = total + torch.where(owners[:, rank, None], rows[place[:, rank]].to(total.dtype), 0)
-    return total.to(parts.dtype)[None]
+    return total.to(parts.dtype)
 
 
 def wanted(experts: Tensor, num_local: int, size: int) -> Tensor:
@@ -124,6 +138,22 @@ def wanted(experts: Tensor, num_local: int, size: int) -> Tensor:
     owner = torch.where(experts < 0, size, experts // num_local)
     marks = torch.zeros((len(experts), size + 1), dtype=torch.bool, device=experts.device)
     return marks.scatter_(1, owner, True)[:, :size]
+
+
+def tensor_of(region: Region) -> Tensor:
+    """A view of the memory. ExecutionError for that of a GPU."""
+    if region.device != "cpu":
+        raise ExecutionError(f"collectives: expected memory of this machine, got that of {region.device}")
+    dtype = DTYPES[region.dtype]
+    count = math.prod(region.shape)
+    if not count:
+        return torch.empty(region.shape, dtype=dtype)
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(region.address)
+    return torch.frombuffer(memory, dtype=dtype).view(region.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -255,6 +255,13 @@ class Engine:
         self._outputs[request.request_id] = Output(request, index, mailbox, self.tokenizer)
         self.scheduler.add(request)
 
+    def checked(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Prompts and parameters, one for each. RequestError if one can never run."""
+        many, requests = _as_prompts(prompts), self._make_requests(prompts, params)
+        return many, [request.params for request in requests]
+
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:

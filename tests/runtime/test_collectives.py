@@ -15,6 +15,7 @@ from octavo.compiler.program import Step
 from octavo.runtime import collectives
 from octavo.runtime.collectives import Collectives
 from octavo.runtime.dispatchers import DISPATCHERS, Dispatcher, Padded, Peers
+from octavo.runtime.regions import Region
 from octavo.runtime.wire import pack_rows, unpack_rows
 
 HIDDEN, SLOTS, LOCAL = 32, 3, 2
@@ -64,7 +65,7 @@ def run_step(
     peers: Peers, dispatcher: Dispatcher | None, step: Step, inputs: list[Any], like: list[Tensor]
 ) -> list[Tensor]:
     outputs = [torch.full_like(each, 77) for each in like]
-    Collectives({step.axis: peers}, dispatcher).run(step, inputs, outputs)
+    Collectives({step.axis: peers}, dispatcher).run_on(step, inputs, outputs)
     return outputs
 
 
@@ -200,3 +201,25 @@ def test_gather_and_scatter() -> None:
     for rank, (gathered, scattered) in enumerate(results):
         assert torch.equal(gathered, torch.cat(xs, -1))
         assert torch.equal(scattered, (xs[0] + xs[1])[:, 2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_regions_are_read_and_filled_in_place(dtype: str) -> None:
+    kind = collectives.DTYPES[dtype]
+    xs, results = (
+        [torch.randn(3, 5).to(kind) for _ in range(2)],
+        [torch.zeros(3, 5, dtype=kind) for _ in range(2)],
+    )
+
+    def work(peers: ThreadPeers) -> None:
+        own = xs[peers.coordinate], results[peers.coordinate]
+        x, result = (Region(dtype, (3, 5), each.data_ptr()) for each in own)
+        Collectives({"tp": peers}).run(Step("all_reduce", (), axis="tp"), [x], [result])
+        empty = Region(dtype, (0, 5), 0)
+        Collectives({"tp": peers}).run(Step("all_reduce", (), axis="tp"), [empty], [empty])
+
+    on_ranks(2, work)
+    expected = (xs[0].float() + xs[1].float()).to(kind)
+    assert torch.equal(results[0], expected) and torch.equal(results[1], expected)
+    with pytest.raises(ExecutionError, match="expected memory of this machine, got that of cuda"):
+        collectives.tensor_of(Region(dtype, (3,), 0, "cuda"))

@@ -3,20 +3,28 @@
 import os
 import signal
 import time
+import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from fake_runner import FakeRunner, make_model
 from torch import Tensor, distributed
 
+from octavo.compiler.errors import ExecutionError
 from octavo.compiler.mesh import Mesh
 from octavo.runtime import process_group
+from octavo.runtime.batch import Batch
 from octavo.runtime.collectives import all_reduce, combine, dispatch
 from octavo.runtime.dispatchers import DISPATCHERS
+from octavo.runtime.distributed_engine import DistributedEngine
+from octavo.runtime.engine import Engine
 from octavo.runtime.liveness import own_identity
 from octavo.runtime.process_group import Ranks
+from octavo.runtime.sampling_params import SamplingParams
 
 TIMEOUT_S = 1.0
 LOCAL = 2
@@ -31,9 +39,9 @@ def every_operation(rank: int, size: int) -> list[Any]:
     ranks.replica.broadcast(array)  # of one rank
     ranks.all.broadcast(array)
     numbers = ranks.all.gather_numbers([rank, -(2**40)])
-    second = Ranks(Mesh(tp=size), timeout_s=20)  # with the same store
+    second = Ranks(Mesh(dp=size), timeout_s=20)  # with the same store
     second.meet()
-    total = all_reduce(second.axes["tp"], torch.tensor([float(rank)]))
+    total = all_reduce(second.axes["dp"], torch.tensor([float(rank)]))
     ranks.close()
     second.close()
     return [*results, array.tolist(), numbers, total.tolist()]
@@ -44,9 +52,9 @@ def operations(peers: Any, size: int) -> list[Any]:
     generator = torch.Generator().manual_seed(peers.coordinate)
     counts = [(3 * rank) % 4 for rank in range(size)]
     tokens = counts[peers.coordinate]
-    x = torch.randn(1, tokens, 32, generator=generator).bfloat16()
-    experts = torch.randint(-1, LOCAL * size, (1, tokens, 3), generator=generator)
-    weights = torch.rand(1, tokens, 3, generator=generator)
+    x = torch.randn(tokens, 32, generator=generator).bfloat16()
+    experts = torch.randint(-1, LOCAL * size, (tokens, 3), generator=generator)
+    weights = torch.rand(tokens, 3, generator=generator)
     results: list[Tensor] = [
         peers.all_gather(torch.full((2, 3), peers.coordinate)),
         peers.all_gather(torch.empty(0, 3)),
@@ -114,3 +122,55 @@ def with_own_group(rank: int, members: Sequence[int]) -> Any:
 
 def wrong_world(rank: int, size: int) -> None:
     Ranks(Mesh(dp=2, ep=size))
+
+
+class CollectiveRunner(FakeRunner):
+    """A fake runner whose step, as that of a program with collectives, needs all ranks: those with other requests by
+    what they say of the step's tokens, those with the same ones by the same tokens."""
+
+    def __init__(self, ranks: Ranks, num_pages: int) -> None:
+        super().__init__(num_pages, 4, num_host_pages=4)
+        self._ranks = ranks
+        self.fail_at: int | None = None
+
+    def run(self, batch: Batch) -> Any:
+        if self.fail_at == len(self.batches):
+            raise ExecutionError("the step of a rank failed")
+        counts = [count for (count,) in self._ranks.dp.gather_numbers([len(batch.input_ids)])]
+        said = batch.row_ranks.tolist()
+        assert said == ([r for r, n in enumerate(counts) for _ in range(n)] if len(counts) > 1 else [])
+        slots = zlib.crc32(batch.slot_mapping.tobytes() + batch.input_ids.tobytes())
+        assert len({number for (number,) in self._ranks.replica.gather_numbers([slots])}) == 1
+        return super().run(batch)
+
+
+def serve(rank: int, mesh: Mesh, what: str, timeout_s: float = 20.0) -> Any:
+    """Answers of an engine over the ranks."""
+    ranks = Ranks(mesh, timeout_s=timeout_s)
+    local = CollectiveRunner(ranks, 12)
+    engine = DistributedEngine(local, ranks, lambda runner: Engine(runner, make_model(), max_requests=3))
+    prompts = [[1, 2, 3], [4] * 9, [5, 6], [7, 8, 9, 10, 11], [12]]
+    if what == "fail" and rank == mesh.world - 1:
+        local.fail_at = 3
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    if what == "bad":
+        return engine.generate([[1], [99]], params)
+    if what == "read":
+        tokens = []
+        with closing(engine.stream(prompts[:2] if rank == 0 else (), params)) as stream:
+            for token in stream:
+                tokens.append((token.index, token.token_id))
+                if rank == 0 and len(tokens) == 3:
+                    time.sleep(2.5 * timeout_s)  # a reader that thinks
+                if rank == 0 and len(tokens) == 12:
+                    break
+        answer = engine.generate([prompts[2]], params)
+        return tokens, [each.token_ids for each in answer]
+    first = engine.generate(prompts if rank == 0 else (), params)
+    if what == "kill" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        time.sleep(0.5)  # the others wait
+    second = engine.generate(prompts[:1], params)
+    ranks.close()
+    return [each.token_ids for each in (*first, *second)], local.batches
