@@ -1,5 +1,6 @@
 """Lowered graph -> the graph that every rank runs, checked, and proven by running all ranks beside the whole graph."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def parallelize(
     """
     if parallel.world == 1:
         return []
-    whole = _copy(graph_module) if prove else None
+    whole = copy_graph(graph_module) if prove else None
     reports = [run_pass(functools.partial(one, parallel=parallel), graph_module) for one in PASSES]
     if parallel.ep > 1 and not graph_module.meta.get("expert_layers"):
         raise OptionError(
@@ -109,12 +110,13 @@ def parallelize(
     return reports
 
 
-def _copy(graph_module: GraphModule) -> GraphModule:
-    """The graph as it is; weights are shared."""
+def copy_graph(graph_module: GraphModule) -> GraphModule:
+    """The graph as it is, and what is known of it; weights are shared."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     made = GraphModule(graph_module, graph)
-    made.meta = dict(graph_module.meta)
+    known = graph_module.meta.items()
+    made.meta = {name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in known}
     return made
 
 
@@ -208,7 +210,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def _on_plain_wire(graph_module: GraphModule) -> GraphModule:
     """The same graph, in which tokens travel as they are."""
-    plain = _copy(graph_module)
+    plain = copy_graph(graph_module)
     for node in plain.graph.nodes:
         if op(node) == "octavo::dispatch":
             node.args = (*node.args[:4], None, node.args[5], "model", node.args[7])
