@@ -56,6 +56,29 @@ class QuantConfig:
 
 
 @dataclass(frozen=True)
+class CarveConfig:
+    """How dense gated FFNs are cut into experts of equal width: `num_shared` of `num_experts` always compute, and for
+    each token a router chooses `top_k` of the others. With top_k = num_experts - num_shared nothing is left out.
+
+    balance  move the router's bias until experts are chosen equally often, over the calibration tokens
+    """
+
+    num_experts: int = 8
+    num_shared: int = 2
+    top_k: int = 3
+    balance: bool = True
+
+    @property
+    def num_routed(self) -> int:
+        return self.num_experts - self.num_shared
+
+    @property
+    def is_whole(self) -> bool:
+        """Every expert computes for every token."""
+        return self.top_k == self.num_routed
+
+
+@dataclass(frozen=True)
 class Parallel:
     """How the program is spread over ranks. The collectives follow from where each value then lies.
 
@@ -105,6 +128,7 @@ class CompileOptions:
     quantize        what is quantised, or None
     checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
     parallel        how the program is spread over ranks
+    carve           how FFNs are cut into experts, or None
     deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
     """
 
