@@ -7,17 +7,17 @@ from pathlib import Path
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.render import render, render_template
 from octavo.compiler.host import build_shared_library
-from octavo.compiler.program import DIMS, Buffer, Program
+from octavo.compiler.program import DIMS, Buffer, Program, Step
 from octavo.compiler.version import VERSION
 
 
 def program_source(program: Program, specs: Iterable[KernelSpec]) -> str:
-    """The text of a program: every distinct kernel once, then `octavo_step`, which calls them in order.
+    """The text of a program: every distinct kernel once, then `octavo_step`, which calls those of a segment in order.
 
     specs   at least those that the program's steps name, in any order, repeats allowed
     """
     known = {spec.name: spec for spec in specs}
-    used = {step.kernel: known[step.kernel] for step in program.steps}
+    used = {step.kernel: known[step.kernel] for step in program.steps if not step.axis}
     symbols = _symbols(program.buffers)
     given = [buffer for buffer in program.buffers if buffer.kind != "workspace"]
     return render_template(
@@ -26,7 +26,7 @@ def program_source(program: Program, specs: Iterable[KernelSpec]) -> str:
         dims=DIMS,
         kernels=[render(spec) for spec in used.values()],
         buffers=[_describe(buffer, symbols) for buffer in given],
-        steps=_calls(program, symbols),
+        segments=[_calls(steps, program.buffers, symbols) for steps in program.segments],
         workspace=program.workspace,
     )
 
@@ -38,12 +38,14 @@ def build_program(
     return build_shared_library(program_source(program, specs), features, cache_dir)
 
 
-def _calls(program: Program, symbols: dict[str, str]) -> list[dict[str, object]]:
-    """Each step with the workspace buffers that it is the first to name."""
+def _calls(
+    steps: Iterable[Step], buffers: Iterable[Buffer], symbols: dict[str, str]
+) -> list[dict[str, object]]:
+    """Each step of a segment with the workspace buffers that it is the first to name."""
     seen: set[str] = set()
-    by_name = {buffer.name: buffer for buffer in program.buffers}
+    by_name = {buffer.name: buffer for buffer in buffers}
     calls: list[dict[str, object]] = []
-    for step in program.steps:
+    for step in steps:
         new = [by_name[a] for a in step.args if isinstance(a, str) and a in by_name and a not in seen]
         new = [buffer for buffer in dict.fromkeys(new) if buffer.kind == "workspace"]
         seen.update(buffer.name for buffer in new)

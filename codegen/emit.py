@@ -9,9 +9,18 @@ from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec
 from octavo.codegen.row import result_dtype
-from octavo.compiler.dims import CACHE_NAME, dim_names, dtype_name, is_view, leaves_graph, to_dim
+from octavo.compiler.dims import (
+    CACHE_NAME,
+    dim_names,
+    dtype_name,
+    is_view,
+    leaves_graph,
+    makes_logits,
+    to_dim,
+)
 from octavo.compiler.errors import CodegenError
-from octavo.compiler.legality import named_arguments
+from octavo.compiler.legality import COLLECTIVES, named_arguments, op
+from octavo.compiler.mesh import ONE_RANK
 from octavo.compiler.origin import where
 from octavo.compiler.page_groups import page_windows
 from octavo.compiler.program import ITEM_BYTES, Buffer, BufferKind, Dim, Program, Step, step_input
@@ -40,9 +49,13 @@ def emit(
         elif node.op == "call_function":
             emitter.add_call(node, specs.get(node))
     buffers = sorted(emitter.buffers.values(), key=lambda buffer: ORDER.index(buffer.kind))
+    weights = {buffer.name for buffer in buffers if buffer.kind == "weight"}
     return Program(
-        tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size, page_windows(module.graph)
-    )
+        tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size, page_windows(module.graph),
+        module.meta.get("mesh", ONE_RANK),
+        {name: shard for name, shard in module.meta.get("shards", {}).items() if name in weights},
+        tuple(module.meta.get("expert_layers", ())),
+    )  # fmt: skip
 
 
 class _Emitter:
@@ -89,6 +102,9 @@ class _Emitter:
             shown = self.names[source]
             self.names[node] = shown if is_view(node) else (shown[node.args[1]],)  # type: ignore[index]
             return
+        if op(node) in COLLECTIVES:
+            self._add_collective(node)
+            return
         if spec is None:
             raise CodegenError(f"emit: no kernel was chosen for {node.target} ({where(node)})")
         if node.meta.get("val") is not None:
@@ -97,6 +113,17 @@ class _Emitter:
         for launch in spec.launches:
             args = tuple(self._bind(node, launch, arg) for arg in launch.args)
             self.steps.append(Step(launch.name, args, launch.grid, launch.when))
+
+    def _add_collective(self, node: fx.Node) -> None:
+        """Buffers in the order of the schema, then the results; other arguments are options, the axis for itself."""
+        self._add_results(node)
+        given = named_arguments(node)
+        axis = given.pop("axis")
+        tensors = [name for name, value in given.items() if isinstance(value, fx.Node) or value is None]
+        read = [self.names[given[name]][0] if given[name] is not None else "" for name in tensors]
+        options = tuple(value for name, value in given.items() if name not in tensors)
+        name = op(node).removeprefix("octavo::")
+        self.steps.append(Step(name, (*read, *self.names[node]), axis=axis, options=options))
 
     def _add_results(self, node: fx.Node) -> None:
         value = node.meta["val"]
@@ -110,7 +137,13 @@ class _Emitter:
                 f"emit: expected a place in the workspace, run plan_memory first ({where(node)})"
             )
         buffers = tuple(
-            Buffer(place.name, "workspace", dtype_name(result), self._result_shape(result), place.offset.text)
+            Buffer(
+                place.name,
+                "workspace",
+                "fp32" if makes_logits(node) else dtype_name(result),
+                self._result_shape(result),
+                place.offset.text,
+            )
             for place, result in zip(places if isinstance(places, tuple) else (places,), results, strict=True)
         )
         self._add(node, *buffers)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from octavo.codegen.kernel import KernelSpec
-from octavo.compiler.dims import dim_names, dtype_name, leaves_graph, to_dim
+from octavo.compiler.dims import dim_names, dtype_name, makes_logits, to_dim
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.legality import named_arguments
 from octavo.compiler.origin import where
@@ -72,7 +72,7 @@ def static_size(node: fx.Node, name: str, axis: int) -> int:
 
 def result_dtype(node: fx.Node) -> str:
     """The dtype in which the (first) result is stored; logits are handed over in fp32."""
-    return "fp32" if leaves_graph(node) else dtype_name(first_result(node))
+    return "fp32" if makes_logits(node) else dtype_name(first_result(node))
 
 
 def first_result(node: fx.Node) -> torch.Tensor:

@@ -29,7 +29,8 @@ from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
 from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.meta_model import has_values
-from octavo.compiler.options import CompileOptions, DType, Mode, QuantConfig, Verify
+from octavo.compiler.options import ONE_RANK, CompileOptions, DType, Mode, Parallel, QuantConfig, Verify
+from octavo.compiler.parallelize import check_parallel, parallelize
 from octavo.compiler.pipeline import (
     PIPELINE,
     Lowered,
@@ -62,7 +63,7 @@ def compile(
     max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
     quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
-    deterministic: bool = False,
+    deterministic: bool = False, parallel: Parallel = ONE_RANK,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -94,6 +95,7 @@ def compile(
         quantize=REST if isinstance(quantize, Checkpoint) else quant_config(quantize),
         checkpoint=None if checkpoint is None else checkpoint.name,
         deterministic=deterministic,
+        parallel=parallel,
     )
     check_options(options)
     if checkpoint is not None:
@@ -163,6 +165,7 @@ def finish(
 ) -> Compiled:  # fmt: skip
     """Lowered graph -> quantised, where that is asked for -> artifact, opened, and compared with `reference`."""
     job = _quantized(job, lowered, dumps, bars, reference)
+    _spread(job, lowered, bars, dumps)
     try:
         given = lowered.graph_module, job.target, job.settings.page_size
         built = build(*given, bars("kernels"), job.options.deterministic)
@@ -215,6 +218,21 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model:
     return replace(job, provenance={**job.provenance, "quantization": provenance})
 
 
+def _spread(job: Job, lowered: Lowered, bars: Bars, dumps: DumpWriter) -> None:
+    """Make of the graph, in place, that of every rank."""
+    parallel = job.options.parallel
+    if parallel.world == 1:
+        return
+    bars("parallelize")(f"{parallel.world} ranks", 0, 1)
+    try:
+        lowered.reports += parallelize(
+            lowered.graph_module, parallel, job.settings.page_size, job.options.verify != "off"
+        )
+    except OctavoError as error:
+        dumps.fail("parallelize", error)
+        raise
+
+
 def _judge(job: Job, lowered: Lowered, compiled: Compiled, reference: nn.Module) -> None:
     """Logits of the artifact: as the model's, or where it is quantised, as those of the quantised graph."""
     runner = compiled.runner(num_pages=64 * len(compiled.artifact.program.page_windows))
@@ -253,6 +271,7 @@ def check_options(options: CompileOptions) -> None:
         raise OptionError(f"page_size: expected a power of two, got {options.page_size}")
     if options.verify not in ("off", "sites", "full"):
         raise OptionError(f"verify: expected off, sites or full, got {options.verify!r}")
+    check_parallel(options.parallel)
     if options.dtype not in (None, "fp32", "bf16"):
         raise OptionError(f"dtype: expected fp32 or bf16, got {options.dtype!r}")
 

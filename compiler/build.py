@@ -19,10 +19,10 @@ from octavo.codegen.evidence import evidence_row, launch_of
 from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.codegen.select import Selection, select
 from octavo.compiler.artifact import TYPES, Artifact
-from octavo.compiler.dims import as_expression, dim_names, dtype_name, leaves_graph
+from octavo.compiler.dims import as_expression, dim_names, dtype_name, makes_logits
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.host import build_shared_library, host_features
-from octavo.compiler.legality import op
+from octavo.compiler.legality import COLLECTIVES, op
 from octavo.compiler.program import Program
 from octavo.compiler.step_cost import LOSERS
 from octavo.compiler.target import Target
@@ -32,6 +32,7 @@ from octavo.passes.group_pages import group_pages
 from octavo.passes.plan_memory import plan_memory
 from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport, run_pass
+from octavo.passes.sharding import whole_types, whole_weights
 
 LOWERED_GRAPH = "graph/lowered.py"
 Progress = Callable[[str, int, int], None]
@@ -123,11 +124,11 @@ def _call_text(node: Node, names: Mapping[Any, str]) -> str:
     args = map_arg((node.args, node.kwargs), lambda n: text(n.meta["val"]))
     value = node.meta["val"]
     results = [text(v) for v in value] if isinstance(value, tuple | list) else text(value)
-    return f"{node.target} {args} {results} {leaves_graph(node)}"
+    return f"{node.target} {args} {results} {makes_logits(node)}"
 
 
 def _is_kernel(node: Node) -> bool:
-    return node.op == "call_function" and op(node).startswith("octavo::")
+    return node.op == "call_function" and op(node).startswith("octavo::") and op(node) not in COLLECTIVES
 
 
 def _choices(selections: Mapping[Node, Selection], specs: Mapping[Node, KernelSpec]) -> list[dict[str, Any]]:
@@ -195,11 +196,15 @@ def pack(
     files = dict(built.files)
     files.update({f"graph/{name}": text.encode() for name, text in texts.items()})
     files["report.json"] = _json(report)
-    if parts := declared(graph_module):
+    if parts := {**declared(graph_module), **whole_types(graph_module)}:
         held_names = {b.name for b in built.program.of_kind("weight")}
         files[TYPES] = _json({name: str(part) for name, part in parts.items() if name in held_names})
     files.update(extra_files)
-    weights = {b.name: _weight(held(graph_module, b.name)) for b in built.program.of_kind("weight")}
+    whole = whole_weights(graph_module)
+    weights = {
+        b.name: _weight(whole[b.name] if b.name in whole else held(graph_module, b.name))
+        for b in built.program.of_kind("weight")
+    }
     return Artifact.write(path, manifest=manifest, program=built.program, weights=weights, files=files)
 
 

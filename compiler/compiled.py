@@ -15,7 +15,7 @@ from octavo.compiler.errors import ToolchainError
 from octavo.compiler.report import Report
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner
-from octavo.runtime.open_runner import open_runner
+from octavo.runtime.open_runner import is_for_gpu, open_runner
 from octavo.runtime.request import Completion, Token
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
@@ -51,7 +51,13 @@ class Compiled:
         """What runs a step: the GPU's kernels or the host program, or the eager references where it cannot be built.
 
         gpu_options  those of `open_runner`: max_requests, max_batch_tokens, graphs
+        An artifact for several ranks runs all of them here, one after another: to look at, not to be fast.
         """
+        mesh = self.artifact.program.mesh
+        if mesh.world > 1 and not is_for_gpu(self.artifact):
+            simulated: Any = import_module("octavo.compiler.simulated_runner")  # needs torch, as collectives do
+            ranks: ModelRunner = simulated.SimulatedRunner(self.artifact, num_pages, num_threads)
+            return ranks
         try:
             return open_runner(self.artifact, num_pages, num_threads, **gpu_options)
         except ToolchainError as error:

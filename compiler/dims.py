@@ -76,6 +76,12 @@ def is_view(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
+def makes_logits(node: fx.Node) -> bool:
+    """Whether the result is the graph's output, or this rank's part of it: such values are stored in fp32."""
+    gathers = [u for u in node.users if u.target is torch.ops.octavo.all_gather.default]
+    return leaves_graph(node) or any(leaves_graph(user) for user in gathers)
+
+
 def leaves_graph(node: fx.Node) -> bool:
     """Whether the result is the graph's output, possibly through views: such memory belongs to the caller."""
     return any(user.op == "output" or (is_view(user) and leaves_graph(user)) for user in node.users)

@@ -122,5 +122,20 @@ class Program:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     experts: tuple[ExpertLayer, ...] = ()
 
+    @property
+    def segments(self) -> tuple[tuple[Step, ...], ...]:
+        """The launches before, between and behind the collectives; one more than there are of these."""
+        segments: list[list[Step]] = [[]]
+        for step in self.steps:
+            if step.axis:
+                segments.append([])
+            else:
+                segments[-1].append(step)
+        return tuple(map(tuple, segments))
+
+    @property
+    def collectives(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.axis)
+
     def of_kind(self, kind: BufferKind) -> tuple[Buffer, ...]:
         return tuple(b for b in self.buffers if b.kind == kind)

@@ -1,12 +1,12 @@
 """Where every intermediate of a step lives: one workspace, reused as soon as a value has had its last reader.
 
-A value takes at most a * T + b bytes: sizes in L count as T, as L <= T, and block scales in tiles of 128 rows take
-what the last tile may leave empty as b. One value lies above another only if both coefficients say so, so the two
-overlap for no T, and the plan is made once, over the coefficients. Logits are an output, not workspace.
+A value takes at most a * T + c * N + b bytes: sizes in L count as T, as L <= T, and block scales in tiles of 128 rows
+take what the last tile may leave empty as b. One value lies above another only if all coefficients say so, so the two
+overlap for no T and N, and the plan is made once, over the coefficients. Logits are an output, not workspace.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 import octavo.compiler.ops  # noqa: F401  (registers the ops that IN_PLACE names)
-from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph
+from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph, makes_logits
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.program import ITEM_BYTES
 
@@ -33,42 +33,47 @@ IN_PLACE = {
 
 @dataclass(frozen=True)
 class Size:
-    """per_token * T + fixed bytes."""
+    """per_token * T + per_row * N + fixed bytes."""
 
     per_token: int = 0
     fixed: int = 0
+    per_row: int = 0
 
     @property
     def text(self) -> str:
-        """As an expression in T."""
-        return f"{self.per_token} * T" + (f" + {self.fixed}" if self.fixed else "")
+        """As an expression in T and N."""
+        rows = f" + {self.per_row} * N" if self.per_row else ""
+        return f"{self.per_token} * T{rows}" + (f" + {self.fixed}" if self.fixed else "")
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.per_token, self.fixed
+    def order(self) -> tuple[int, int, int]:
+        return self.per_token, self.per_row, self.fixed
 
     def __add__(self, other: "Size") -> "Size":
-        return Size(self.per_token + other.per_token, self.fixed + other.fixed)
+        return Size(self.per_token + other.per_token, self.fixed + other.fixed, self.per_row + other.per_row)
 
     def __sub__(self, other: "Size") -> "Size":
-        return Size(self.per_token - other.per_token, self.fixed - other.fixed)
+        return Size(self.per_token - other.per_token, self.fixed - other.fixed, self.per_row - other.per_row)
 
     def has_room_for(self, other: "Size") -> bool:
-        """Whether this is no less than the other for every T."""
-        return self.per_token >= other.per_token and self.fixed >= other.fixed
+        """Whether this is no less than the other for every T and N."""
+        return all(a >= b for a, b in zip(self.order, other.order, strict=True))
 
 
 def _highest(sizes: Iterable[Size]) -> Size:
-    """The least size that is no less than any, for every T."""
+    """The least size that is no less than any, for every T and N."""
     sizes = list(sizes)
     return Size(
-        max((size.per_token for size in sizes), default=0), max((size.fixed for size in sizes), default=0)
-    )
+        max((size.per_token for size in sizes), default=0), max((size.fixed for size in sizes), default=0),
+        max((size.per_row for size in sizes), default=0),
+    )  # fmt: skip
 
 
 def _lower(one: Size, other: Size) -> Size:
-    """The largest size that is no more than either, for every T."""
-    return Size(min(one.per_token, other.per_token), min(one.fixed, other.fixed))
+    """The largest size that is no more than either, for every T and N."""
+    return Size(
+        min(one.per_token, other.per_token), min(one.fixed, other.fixed), min(one.per_row, other.per_row)
+    )
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class MemoryReport:
     peak   a token, as planned
     naive  a token, if every value had memory of its own
     fixed  beside peak, in every step
+    rows   beside peak, for each of the N tokens of all ranks of a step
     """
 
     peak: int
@@ -94,10 +100,11 @@ class MemoryReport:
     values: int
     in_place: int
     fixed: int = 0
+    rows: int = 0
 
     @property
     def workspace(self) -> Size:
-        return Size(self.peak, self.fixed)
+        return Size(self.peak, self.fixed, self.rows)
 
 
 @dataclass(eq=False)
@@ -128,7 +135,7 @@ def plan_memory(graph: fx.Graph) -> MemoryReport:
     """Give every intermediate a place, as meta["buffer"]: a Placement, or a tuple of them.
 
     A view and an item of a tuple carry the Placement of what they show. Nodes whose value is an input, a
-    weight or the output have none. Raises IllegalGraphError for a value whose size nothing linear in T or L bounds.
+    weight or the output have none. Raises IllegalGraphError for a value whose size nothing linear in T, L or N bounds.
     """
     owned = _lifetimes(graph)
     values = list({id(value): value for results in owned.values() for value in results}.values())
@@ -138,12 +145,12 @@ def plan_memory(graph: fx.Graph) -> MemoryReport:
         placements = tuple(Placement(v.name, v.memory.offset, v.width) for v in results)
         node.meta["buffer"] = placements if isinstance(node.meta["val"], tuple | list) else placements[0]
     naive = sum(value.width.per_token for value in values)
-    return MemoryReport(peak.per_token, naive, len(values), num_in_place, peak.fixed)
+    return MemoryReport(peak.per_token, naive, len(values), num_in_place, peak.fixed, peak.per_row)
 
 
 def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
     """What each node's own results are, and from where to where they live."""
-    rows = {symbol for symbol, name in dim_names(graph).items() if name in ("T", "L")}
+    rows = {symbol: name for symbol, name in dim_names(graph).items() if name in ("T", "L", "N")}
     owned: dict[fx.Node, tuple[_Value, ...]] = {}
     for index, node in enumerate(graph.nodes):
         for source in node.all_input_nodes:
@@ -164,24 +171,25 @@ def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
     return owned
 
 
-def _results(node: fx.Node, index: int, rows: set[sympy.Symbol]) -> tuple[_Value, ...]:
+def _results(node: fx.Node, index: int, rows: Mapping[sympy.Symbol, str]) -> tuple[_Value, ...]:
     value = node.meta["val"]
     if not isinstance(value, tuple | list):
         return (_Value(node.name, _width(node, value, rows), index, index),)
     return tuple(_Value(f"{node.name}.{i}", _width(node, v, rows), index, index) for i, v in enumerate(value))
 
 
-def _width(node: fx.Node, value: torch.Tensor, rows: set[sympy.Symbol]) -> Size:
+def _width(node: fx.Node, value: torch.Tensor, rows: Mapping[sympy.Symbol, str]) -> Size:
     """Bytes, both coefficients rounded up to ALIGNMENT. A quotient that is rounded down counts as it is."""
     count = sympy.Mul(*(as_expression(size) for size in value.shape))
     bound = sympy.expand(count.replace(FloorDiv, lambda size, divisor: size / divisor))
-    symbols = sorted(bound.free_symbols & rows, key=str)
+    symbols = sorted(bound.free_symbols & set(rows), key=str)
     is_falling = any(number.is_negative for number in count.atoms(sympy.Number))
     if len(symbols) == 1 and not is_falling:
         per_row, fixed = bound.coeff(symbols[0], 1), bound.coeff(symbols[0], 0)
         if per_row.is_Rational and fixed.is_Rational and bound == per_row * symbols[0] + fixed:
-            item = ITEM_BYTES[dtype_name(value)]
-            return Size(_aligned(per_row * item), _aligned(fixed * item))
+            item = ITEM_BYTES["fp32" if makes_logits(node) else dtype_name(value)]
+            each, rest = _aligned(per_row * item), _aligned(fixed * item)
+            return Size(0, rest, each) if rows[symbols[0]] == "N" else Size(each, rest)
     raise IllegalGraphError(
         f"plan_memory: a value must hold a fixed number of elements per token, got shape "
         f"{tuple(value.shape)} (node {node.name})"
@@ -218,7 +226,7 @@ def _place(values: list[_Value]) -> Size:
     where those placed before it end.
     """
     placed: list[_Value] = []
-    for value in sorted(values, key=lambda v: (-v.width.per_token, -v.width.fixed, v.first)):
+    for value in sorted(values, key=lambda v: (*(-size for size in v.width.order), v.first)):
         rivals = sorted((o for o in placed if o.overlaps(value)), key=lambda o: o.offset.order)
         # where the first of them begins that is not below a gap: of two, neither need be the lower one for every T
         begins = list(accumulate((other.offset for other in reversed(rivals)), _lower))[::-1]

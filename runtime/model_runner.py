@@ -14,9 +14,10 @@ from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, ToolchainError
 from octavo.compiler.expression import evaluate
 from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
-from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program
+from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program, Step
 from octavo.runtime.batch import Batch
 from octavo.runtime.page_moves import HostPages, Move
+from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region
 
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
@@ -70,6 +71,8 @@ class NativeRunner:
     num_pages       KV pages with the null page; None: see `default_num_pages`
     num_threads     None: every usable core
     num_host_pages  slots that pages move out to, in the same memory
+    rank            of the program's mesh: which pieces of the weights this runner holds
+    collectives     how it meets the other ranks; needed where the program has collectives
     origin          where the code came from: "artifact", or why it was built again
     """
 
@@ -79,8 +82,13 @@ class NativeRunner:
         num_pages: int | None = None,
         num_threads: int | None = None,
         num_host_pages: int = 0,
+        rank: int = 0,
+        collectives: Collectives | None = None,
     ) -> None:
         self.program = artifact.program
+        self.rank = rank
+        self.collectives = collectives
+        check_rank(artifact, rank)
         self.page_size = artifact.program.page_size
         self.page_windows = artifact.program.page_windows
         self.page_bytes = page_bytes(artifact.program)
@@ -93,11 +101,12 @@ class NativeRunner:
         self.vocab_size = artifact.model.vocab_size
         library, self.origin = load_library(artifact)
         self._step = library.octavo_step
-        self._step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+        self._step.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
         self._step.restype = ctypes.c_int
         self._library = library
         buffers = [buffer for buffer in self.program.buffers if buffer.kind != "workspace"]
         self._place = {buffer.name: place for place, buffer in enumerate(buffers)}
+        self._buffers = {buffer.name: buffer for buffer in self.program.buffers}
         self._output = self.program.of_kind("output")[0]
         self._memory = self._allocate(artifact, buffers)
         self._pointers = np.zeros(len(buffers) + 1, np.uintp)
@@ -116,7 +125,7 @@ class NativeRunner:
         memory: dict[str, NDArray[Any]] = {}
         for buffer in buffers:
             if buffer.kind == "weight":
-                memory[buffer.name] = artifact.weights[buffer.name].array
+                memory[buffer.name] = weight_piece(artifact, buffer.name, self.rank)
             elif buffer.kind == "cache":
                 memory[buffer.name] = aligned_zeros(num_bytes(buffer, dims))
         return memory
@@ -127,7 +136,24 @@ class NativeRunner:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
-        dims = {**batch.dims, "num_pages": self.num_pages}
+        collectives = self.program.collectives
+        if collectives and self.collectives is None:
+            raise ExecutionError(
+                f"runner: the program is rank {self.rank} of {self.program.mesh.world} ({self.program.mesh}); start "
+                f"all of them: torchrun --nproc-per-node {self.program.mesh.world} -m octavo run ..."
+            )
+        self.begin(batch)
+        self.run_segment(0)
+        for segment, step in enumerate(collectives, 1):
+            assert self.collectives is not None
+            self.collectives.run(step, *self.regions(step))
+            self.run_segment(segment)
+        return self.logits()
+
+    def begin(self, batch: Batch) -> None:
+        """Take a step's inputs and make room for it; its segments may then run."""
+        self._batch = batch  # its arrays are read until the last segment
+        self._dims = dims = {**batch.dims, "num_pages": self.num_pages}
         inputs = batch.inputs
         for buffer in self.program.of_kind("input"):
             self._pointers[self._place[buffer.name]] = inputs[buffer.name].ctypes.data
@@ -135,13 +161,50 @@ class NativeRunner:
         self._workspace = grown(self._workspace, evaluate(self.program.workspace, dims))
         self._pointers[self._place[self._output.name]] = self._logits.ctypes.data
         self._pointers[-1] = self._workspace.ctypes.data
-        sizes = np.array([dims[name] for name in DIMS], np.int64)
-        code = self._step(sizes.ctypes.data, self._pointers.ctypes.data, self.num_threads)
+
+    def run_segment(self, segment: int) -> None:
+        """The kernels between two collectives."""
+        sizes = np.array([self._dims[name] for name in DIMS], np.int64)
+        code = self._step(sizes.ctypes.data, self._pointers.ctypes.data, self.num_threads, segment)
         if code != 0:
-            shown = ", ".join(f"{name}={value}" for name, value in dims.items())
+            shown = ", ".join(f"{name}={value}" for name, value in self._dims.items())
             raise ExecutionError(f"{LIBRARY}: expected octavo_step to return 0, got {code} at {shown}")
-        logits = self._logits[: num_bytes(self._output, dims)].view(np.float32)
-        return logits.reshape(dims["L"], self.vocab_size)
+
+    def regions(self, step: Step) -> tuple[list[Region | None], list[Region]]:
+        """What a collective reads and fills, in this step's sizes."""
+        regions = [self._region(str(name)) if name else None for name in step.args]
+        split = len(regions) - NUM_OUTPUTS.get(step.kernel, 1)
+        return regions[:split], [region for region in regions[split:] if region is not None]
+
+    def _region(self, name: str) -> Region:
+        buffer = self._buffers[name]
+        shape = tuple(evaluate(size, self._dims) for size in buffer.shape)
+        if buffer.kind == "workspace":
+            address = int(self._pointers[-1]) + evaluate(buffer.offset or 0, self._dims)
+        else:
+            address = int(self._pointers[self._place[name]])
+        return Region(buffer.dtype, shape, address)
+
+    def logits(self) -> NDArray[np.float32]:
+        """Of the step that ended, (L, vocab)."""
+        logits = self._logits[: num_bytes(self._output, self._dims)].view(np.float32)
+        return logits.reshape(self._dims["L"], self.vocab_size)
+
+
+def check_rank(artifact: Artifact, rank: int) -> None:
+    mesh = artifact.program.mesh
+    if not 0 <= rank < mesh.world:
+        raise ExecutionError(f"runner: expected a rank below {mesh.world} ({mesh}), got {rank}")
+
+
+def weight_piece(artifact: Artifact, name: str, rank: int) -> NDArray[Any]:
+    """What a rank holds of a weight: a view of the file where that is one range of its first axis."""
+    whole, shard = artifact.weights[name].array, artifact.program.shards.get(name)
+    if shard is None:
+        return whole
+    index = (slice(None),) * shard.dim
+    parts = [whole[(*index, slice(start, stop))] for start, stop in shard.pieces[rank]]
+    return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts, shard.dim))
 
 
 def load_library(artifact: Artifact) -> tuple[ctypes.CDLL, str]:

@@ -106,7 +106,7 @@ def run_step(
     """One call of octavo_step, with the workspace full of NaN."""
     requests, columns = inputs["page_table"].shape
     dims: dict[str, int] = dict(
-        zip(DIMS, (24, requests, 3, columns, inputs["k_cache_0"].shape[0]), strict=True)
+        zip(DIMS, (24, requests, 3, columns, inputs["k_cache_0"].shape[0], 0), strict=True)
     )
     workspace = torch.full((evaluate(program.workspace, dims) // 4,), float("nan"))
     logits = torch.zeros(3, VOCAB)
@@ -117,7 +117,7 @@ def run_step(
         elif buffer.kind != "workspace":
             tensors.append(logits if buffer.kind == "output" else inputs[buffer.name])
     addresses = (ctypes.c_void_p * (len(tensors) + 1))(*(t.data_ptr() for t in (*tensors, workspace)))
-    assert library.octavo_step((ctypes.c_int64 * len(DIMS))(*dims.values()), addresses, num_threads) == 0
+    assert library.octavo_step((ctypes.c_int64 * len(DIMS))(*dims.values()), addresses, num_threads, 0) == 0
     return logits
 
 

@@ -279,7 +279,7 @@ def test_step_of_a_graph_of_two_mixtures() -> None:
     ]
     addresses = (ctypes.c_void_p * (len(used) + 1))(*(t.data_ptr() for t in (*used, workspace)))
     dims = (ctypes.c_int64 * len(DIMS))(*(sizes[name] for name in DIMS))
-    assert library.octavo_step(dims, addresses, 2) == 0
+    assert library.octavo_step(dims, addresses, 2, 0) == 0
     (expected,) = module(ids[None], rows)
     assert torch.allclose(logits, expected[0], rtol=1e-4, atol=1e-4)
     orders = [buffer.offset for buffer in program.buffers if buffer.name.endswith(".order")]
@@ -298,6 +298,6 @@ def test_builds_for_the_instructions_that_may_be_missing_here() -> None:
     kept = "".join(f"void* keep_{spec.name} = (void*){spec.name};\n" for spec in specs)
     text = [*(render(spec) for spec in specs), kept]
     source = render_template(
-        "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=text, buffers=(), steps=(), workspace="0"
+        "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=text, buffers=(), segments=((),), workspace="0"
     )
     assert build_shared_library(source, "avx512_bf16").exists()

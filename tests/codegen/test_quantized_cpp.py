@@ -294,7 +294,7 @@ def text_of(*specs: KernelSpec) -> str:
     ]
     return render_template(
         "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=[*map(render, specs), *entries], buffers=(),
-        steps=(), workspace="0",
+        segments=((),), workspace="0",
     )  # fmt: skip
 
 

@@ -212,7 +212,7 @@ def test_builds_for_the_instructions_that_may_be_missing_here() -> None:
     spec = spec_of("static", "nvfp4")
     source = render_template(
         "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=[render(spec), f"void* kept = (void*){spec.name};"],
-        buffers=(), steps=(), workspace="0",
+        buffers=(), segments=((),), workspace="0",
     )  # fmt: skip
     assert build_shared_library(source, "avx512_bf16").exists()
 

@@ -36,7 +36,7 @@ SOURCE = r"""
 #include <chrono>
 #include <thread>
 extern "C" const char* octavo_features(void) { return FEATURES; }
-extern "C" int octavo_step(const int64_t* dims, void* const* buffers, int32_t num_threads) {
+extern "C" int octavo_step(const int64_t* dims, void* const* buffers, int32_t num_threads, int32_t segment) {
   const int64_t T = dims[0], R = dims[1], L = dims[2], P = dims[3], num_pages = dims[4];
   const auto* input_ids = static_cast<const int64_t*>(buffers[0]);
   const auto* positions = static_cast<const int64_t*>(buffers[1]);
@@ -45,11 +45,11 @@ extern "C" int octavo_step(const int64_t* dims, void* const* buffers, int32_t nu
   const auto* seq_lens = static_cast<const int32_t*>(buffers[4]);
   const auto* cu_seqlens_q = static_cast<const int32_t*>(buffers[5]);
   const auto* logit_rows = static_cast<const int64_t*>(buffers[6]);
-  const auto* scale = static_cast<const float*>(buffers[7]);
-  auto* cache = static_cast<float*>(buffers[8]);
-  auto* logits = static_cast<float*>(buffers[9]);
-  auto* workspace = static_cast<float*>(buffers[10]);
-  for (const void* pointer : {buffers[8], buffers[9], buffers[10], buffers[7]})
+  const auto* scale = static_cast<const float*>(buffers[8]);
+  auto* cache = static_cast<float*>(buffers[9]);
+  auto* logits = static_cast<float*>(buffers[10]);
+  auto* workspace = static_cast<float*>(buffers[11]);
+  for (const void* pointer : {buffers[9], buffers[10], buffers[11], buffers[8]})
     if (reinterpret_cast<uintptr_t>(pointer) % 64 != 0) return 2;
   if (num_threads < 1) return 3;
   for (int64_t t = 0; t < T; ++t) {
@@ -214,7 +214,7 @@ def test_an_artifact_for_a_gpu_is_refused(save: Save) -> None:
 def test_a_failing_step_says_at_which_sizes_and_ends_its_requests(save: Save) -> None:
     engine = Engine.from_artifact(save(), num_pages=10)
     with pytest.raises(
-        ExecutionError, match=r"expected octavo_step to return 0, got 7 at T=3, R=1, L=1, P=1, num_pages=10"
+        ExecutionError, match=r"expected octavo_step to return 0, got 7 at T=3, R=1, L=1, P=1, N=0, num_pages=10"
     ):
         engine.generate([[1, 12, 1]], SamplingParams(max_tokens=2))
     assert engine.memory.pool.num_free == 9

@@ -38,7 +38,7 @@ class KernelLibrary:
             dims=DIMS,
             kernels=kernels,
             buffers=(),
-            steps=(),
+            segments=((),),
             workspace="0",
         )
         self.library = ctypes.CDLL(str(build_shared_library(source, features)))
