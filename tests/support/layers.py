@@ -1,4 +1,4 @@
-"""The place of every module: imports go down only. `name.*` stands for all modules below that have none of their own."""
+"""The place of every module: imports go down only. `name.*` stands for all below that have none of their own."""
 
 # An import may go to the same layer or down, never up. An exact name beats `x.*`, all below package x.
 LAYERS: dict[str, int] = {
