@@ -1,7 +1,9 @@
 """What ranks do in tests of groups of processes; importable, as a new process finds it by its name."""
 
+import importlib
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Sequence
@@ -174,3 +176,15 @@ def serve(rank: int, mesh: Mesh, what: str, timeout_s: float = 20.0) -> Any:
     second = engine.generate(prompts[:1], params)
     ranks.close()
     return [each.token_ids for each in (*first, *second)], local.batches
+
+
+def check_case(rank: int, size: int, root: str, case: str) -> Any:
+    """Worst error over bound of a case of benchmarks/check_expert_parallel.py."""
+    sys.path.insert(0, root)
+    module = importlib.import_module("benchmarks.check_expert_parallel")
+    ranks = Ranks(Mesh(dp=size))
+    ranks.meet()
+    chosen = next(each for each in module.cases(size, 5) if each.name == case)
+    found = module.Bench(ranks, chosen, module.make_weights(5), 5).run()
+    ranks.meet()
+    return found
