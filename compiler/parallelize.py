@@ -75,17 +75,16 @@ def check_parallel(parallel: Parallel) -> None:
 
 
 def parallelize(
-    graph_module: GraphModule, parallel: Parallel, page_size: int, prove: bool
+    graph_module: GraphModule, parallel: Parallel, page_size: int, whole: GraphModule | None
 ) -> list[PassReport]:
     """Rewrite a lowered graph, in place, into that of every rank; none where there is only one.
 
-    prove  run all ranks of it in this process, and compare their logits with those of the whole graph, in fp64 where
-           nothing is quantised. Not for graphs without values (meta device)
+    whole  a copy of the graph: all ranks run in this process, and their logits are compared with those of the copy, in
+           fp64 where nothing is quantised. None: not proven, as where weights have no values (meta device)
     Raises OptionError where the model has nothing to spread, IllegalGraphError, and PassError where the logits differ.
     """
     if parallel.world == 1:
         return []
-    whole = copy_graph(graph_module) if prove else None
     reports = [run_pass(functools.partial(one, parallel=parallel), graph_module) for one in PASSES]
     if parallel.ep > 1 and not graph_module.meta.get("expert_layers"):
         raise OptionError(

@@ -99,7 +99,7 @@ class _Cut:
             if reason := _why_not_rows(linear):
                 return reason
         takers = list(_takers(node))
-        if len(takers) != 1 or op(takers[0]) not in LINEARS:
+        if len(takers) != 1 or op(takers[0]) not in (*LINEARS, "octavo::quantize"):
             return f"its heads go to {', '.join(op(n) for n in takers)}, expected one product"
         return None
 
