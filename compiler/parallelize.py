@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from octavo.compiler.check_placements import check_placements
 from octavo.compiler.errors import OptionError, PassError
 from octavo.compiler.fresh_inputs import StepInputs, empty_pages, whole_sequences
 from octavo.compiler.graph_model import Moved
@@ -98,6 +99,7 @@ def parallelize(
     graph_module.meta["mesh"] = parallel.mesh
     check(graph_module, "parallel", after="insert_collectives")
     check_types(graph_module, after="insert_collectives")
+    check_placements(graph_module, parallel.mesh, after="insert_collectives")
     if whole is not None:
         proof = prove_parallel(whole, graph_module, parallel, page_size)
         reports[-1].notes["simulated"] = str(proof)
