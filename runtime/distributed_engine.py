@@ -1,18 +1,27 @@
-"""An engine on every rank of a mesh: each rank calls what it would call alone, and gets the same answers."""
+"""An engine over the ranks of a mesh: each rank calls what it would call alone, and rank 0 says what is done."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from octavo.compiler.errors import RankError, RequestError
+from octavo.compiler.errors import ExecutionError, RankError, RequestError
 from octavo.runtime.distributed_runner import LeaderRunner, World, follow
 from octavo.runtime.engine import Engine, Prompt
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.request import Completion, Token
 from octavo.runtime.sampling_params import SamplingParams
 
+Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
+Kind = Literal["generate", "stream", "close", "refused"]
+
+
+class Call(NamedTuple):
+    """What rank 0 asks of all ranks; given: prompts and their parameters, or why they were refused."""
+
+    kind: Kind
+    given: Any = None
 
 
 class Exchange(Protocol):
@@ -31,12 +40,14 @@ class Peers(World, Protocol):
 
     def fail(self, message: str) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class DistributedEngine:
-    """Serves requests over all ranks. Every rank makes one and makes the same calls; what rank 0 is given counts.
+    """Serves requests over all ranks. Every rank makes one, and then makes the same calls as rank 0, or `serve`s.
 
-    Prompts go round along dp; the ranks along ep and tp compute the same. A rank that fails ends the others, with an
-    error that names it.
+    What rank 0 is given counts. Prompts go round along dp; ranks along ep and tp compute the same. A rank that fails
+    ends the others, with an error that names it.
 
     local        this rank's runner
     make_engine  the engine of a leader, over a runner
@@ -54,71 +65,114 @@ class DistributedEngine:
             self._leader = LeaderRunner(local, ranks)
             self.engine = make_engine(self._leader)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt] = (), params: Params = None) -> list[Completion]:
-        """Answers to the prompts of rank 0, in their order, on every rank."""
-        with self._together(prompts, params) as (own, own_params):
-            mine: list[Completion] = []
-            if self.engine is not None and self._leader is not None:
-                mine = self.engine.generate(own, own_params) if own else []
-                self._leader.finish()
-            else:
-                follow(self._local, self.ranks)
-            return dealt(self.gather(mine))
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
 
-    def stream(
-        self, prompts: Prompt | Sequence[Prompt] = (), params: Params = None
-    ) -> Generator[Token, None, None]:
-        """Tokens of this rank's share of the prompts as they come, `Token.index` telling whose. Followers get none, but
-        every rank reads its iterator to the end, or closes it.
+    def generate(self, prompts: Prompts = (), params: Params = None) -> list[Completion]:
+        """Answers to the prompts of rank 0, in their order, on every rank."""
+        with self._together("generate", prompts, params) as call:
+            return self._generate(*self._share(call))
+
+    def stream(self, prompts: Prompts = (), params: Params = None) -> Generator[Token, None, None]:
+        """On rank 0 tokens as they come, `Token.index` telling whose; those of other ranks' prompts once all ended.
+        Other ranks get none, but read their iterators to the end too.
         """
-        with self._together(prompts, params) as (own, own_params):
+        with self._together("stream", prompts, params) as call:
+            yield from self._stream(*self._share(call))
+
+    def serve(self) -> None:
+        """Take part in whatever rank 0 does, until it closes."""
+        while True:
+            with self._together(None) as call:
+                if call.kind == "close":
+                    break
+                if call.kind == "generate":
+                    self._generate(*self._share(call))
+                elif call.kind == "stream":
+                    for _ in self._stream(*self._share(call)):
+                        pass
+        self.ranks.close()
+
+    def close(self) -> None:
+        """End the ranks that serve."""
+        with self._together("close"):
+            pass
+        self.ranks.close()
+
+    def _generate(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Completion]:
+        mine: list[Completion] = []
+        if self.engine is not None and self._leader is not None:
+            mine = self.engine.generate(prompts, params) if prompts else []
+            self._leader.finish()
+        else:
+            follow(self._local, self.ranks)
+        return dealt(self._gather(mine))
+
+    def _stream(self, prompts: list[Prompt], params: list[SamplingParams]) -> Generator[Token, None, None]:
+        others: list[Token] = []
+        try:
             if self.engine is None or self._leader is None:
                 follow(self._local, self.ranks)
-                return
-            try:
-                with self._leader.reading(), closing(self._tokens(own, own_params)) as tokens:
+            elif prompts:
+                stream: Any = self.engine.stream(prompts, params)
+                with self._leader.reading(), closing(stream) as tokens:
                     for token in tokens:
-                        yield replace(token, index=token.index * self.ranks.mesh.dp + self._place)
-            except GeneratorExit:  # the others go on
-                self._leader.finish()
-                raise
+                        own = replace(token, index=token.index * self.ranks.mesh.dp + self._place)
+                        if self.rank == 0:
+                            yield own
+                        else:
+                            others.append(own)
+        except GeneratorExit:  # the others go on
+            self._finish(others)
+            raise
+        gathered = self._finish(others)
+        yield from gathered if self.rank == 0 else ()
+
+    def _finish(self, tokens: list[Token]) -> list[Token]:
+        """Once all have ended: the tokens that other ranks kept for rank 0."""
+        if self._leader is not None:
             self._leader.finish()
+        return [token for part in self._gather(tokens) for token in part]
 
-    def _tokens(self, own: list[Prompt], params: list[SamplingParams]) -> Any:
-        return self.engine.stream(own, params) if self.engine is not None and own else iter(())
-
-    def gather(self, mine: Sequence[Any]) -> list[list[Any]]:
-        """What the leader of each dp coordinate has, by coordinate, on every rank."""
+    def _gather(self, mine: Sequence[Any]) -> list[list[Any]]:
+        """What the leader of each dp coordinate has, by coordinate."""
         gathered = self.ranks.all.gather_objects(list(mine))
         return [gathered[self.ranks.mesh.rank(d)] for d in range(self.ranks.mesh.dp)]
 
+    def _share(self, call: Call) -> tuple[list[Prompt], list[SamplingParams]]:
+        """This rank's part of what rank 0 was given."""
+        prompts, params = call.given
+        dp = self.ranks.mesh.dp
+        return prompts[self._place :: dp], params[self._place :: dp]
+
     @contextmanager
-    def _together(
-        self, prompts: Prompt | Sequence[Prompt], params: Params
-    ) -> Iterator[tuple[list[Prompt], list[SamplingParams]]]:
-        """This rank's share of what rank 0 was given, once all ranks are here. An error of one ends all."""
+    def _together(self, kind: Kind | None, prompts: Prompts = (), params: Params = None) -> Iterator[Call]:
+        """What rank 0 calls, once all ranks are here. kind: what this rank calls; None: whatever it is. An error of one
+        ends all, but a prompt that cannot run only the call.
+        """
         try:
             self.ranks.meet()
-            given = self.ranks.all.gather_objects(self._checked(prompts, params))[0]
-            if isinstance(given, RequestError):
-                raise given
-            many, each = given
-            dp = self.ranks.mesh.dp
-            yield many[self._place :: dp], each[self._place :: dp]
+            mine = self._call(kind, prompts, params) if kind and self.rank == 0 else None
+            call = self.ranks.all.gather_objects(mine)[0]
+            if kind is not None and call.kind == "refused":
+                raise call.given
+            if kind not in (None, call.kind):
+                raise ExecutionError(f"ranks: expected the call of rank 0, {call.kind}, got {kind}")
+            yield call
         except (GeneratorExit, RankError, RequestError):
             raise
         except BaseException as error:
             self.ranks.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _checked(self, prompts: Prompt | Sequence[Prompt], params: Params) -> Any:
-        """On rank 0 prompts and parameters, one for each, or why they cannot run."""
-        if self.ranks.rank != 0 or self.engine is None:
-            return None
+    def _call(self, kind: Kind, prompts: Prompts, params: Params) -> Call:
+        """Of rank 0, with prompts one by one and parameters for each."""
+        assert self.engine is not None, "rank 0 leads"
         try:
-            return self.engine.checked(prompts, params)
+            return Call(kind, self.engine.checked(prompts, params))
         except RequestError as error:
-            return error
+            return Call("refused", error)
 
 
 def dealt(parts: Sequence[Sequence[Any]]) -> list[Any]:

@@ -272,14 +272,15 @@ def _checked(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def default_num_pages(artifact: Artifact) -> int:
+def default_num_pages(artifact: Artifact, num_ranks: int = 1) -> int:
     """Pages for 8 sequences of the model's full length, or what a quarter of free memory holds if less.
 
-    One more is the null page. Raises ExecutionError if not even one page besides it fits.
+    One more is the null page. num_ranks: that share this machine's memory. Raises ExecutionError if not even one page
+    besides it fits.
     """
     program = artifact.program
     wanted = DEFAULT_FULL_SEQUENCES * -(-artifact.model.max_model_len // program.page_size) + 1
-    budget = int(available_memory() * DEFAULT_MEMORY_SHARE)
+    budget = int(available_memory() * DEFAULT_MEMORY_SHARE) // num_ranks
     affordable = budget // max(page_bytes(program), 1)
     if affordable < 2:
         raise ExecutionError(

@@ -9,10 +9,11 @@ import json
 import math
 import os
 import pickle
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -205,10 +206,25 @@ class Ranks:
         finally:
             self._is_searching = False
 
-    @property
-    def is_searching(self) -> bool:
-        """Whether a failed operation is being explained right now."""
-        return self._is_searching
+    @contextmanager
+    def explaining_termination(self) -> Iterator[None]:
+        """In the main thread: where torchrun ends this rank as another is lost, a RankError says which. A termination
+        for another reason is as ever.
+        """
+
+        def explain(*_: object) -> None:
+            if self._is_searching:
+                return  # it is about to be said
+            self._is_searching = True
+            if found := self._search():
+                raise self._agreed(f"{found}; start all ranks again")
+            raise SystemExit(128 + signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, explain)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def close(self) -> None:
         """Leave the groups."""

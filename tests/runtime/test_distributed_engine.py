@@ -27,15 +27,30 @@ def test_answers_are_those_of_one_process(mesh: Mesh, greedy: Callable[..., list
         assert any(batch["T"] == 0 for batch in outcomes[2].value[1]), "no step in which a rank had no tokens"
 
 
-def test_readers_may_take_their_time_and_stop(greedy: Callable[..., list[int]]) -> None:
-    mesh = Mesh(dp=2, ep=2)
-    outcomes = on_processes(4, rank_work.serve, mesh, "read", 0.8)
+def test_readers_may_take_their_time(greedy: Callable[..., list[int]]) -> None:
+    outcomes = on_processes(4, rank_work.serve, Mesh(dp=2, ep=2), "read", 0.8)
     assert [each.error for each in outcomes] == [""] * 4
-    first, second = outcomes[0].value[0], outcomes[2].value[0]
-    assert first == [(0, token) for token in greedy(PROMPTS[0], 20)[:12]]
-    assert second == [(1, token) for token in greedy(PROMPTS[1], 20)]
-    assert outcomes[1].value[0] == outcomes[3].value[0] == []
-    assert all(outcome.value[1] == [tuple(greedy(PROMPTS[2], 20))] for outcome in outcomes)
+    first, second = ([(place, token) for token in greedy(PROMPTS[place], 20)] for place in range(2))
+    assert outcomes[0].value == first + second
+    assert [outcome.value for outcome in outcomes[1:]] == [[], [], []]
+
+
+def test_ranks_that_serve(greedy: Callable[..., list[int]]) -> None:
+    outcomes = on_processes(4, rank_work.serve, Mesh(dp=2, ep=2), "served")
+    assert [each.error for each in outcomes] == [""] * 4
+    first, streamed, answers = outcomes[0].value
+    assert [token.token_id for token in first] == greedy(PROMPTS[0], 1)
+    for place in range(5):
+        own = [token.token_id for token in streamed if token.index == place]
+        assert own == greedy(PROMPTS[place], 20)
+    assert [answer.token_ids for answer in answers] == [tuple(greedy(p, 20)) for p in PROMPTS[:2]]
+    assert outcomes[1].value == outcomes[2].value == outcomes[3].value > 40
+
+
+def test_different_calls_are_an_error_on_all() -> None:
+    outcomes = on_processes(2, rank_work.serve, Mesh(dp=2), "other calls")
+    assert outcomes[1].error == "ExecutionError: ranks: expected the call of rank 0, stream, got generate"
+    assert "rank 1" in outcomes[0].error and "expected the call of rank 0, stream" in outcomes[0].error
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(ep=3)])

@@ -7,7 +7,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from fake_runner import FakeRunner, make_model
 from torch import Tensor, distributed
 
-from octavo.compiler.errors import ExecutionError
+from octavo.compiler.errors import ExecutionError, RequestError
 from octavo.compiler.mesh import Mesh
 from octavo.runtime import process_group
 from octavo.runtime.batch import Batch
@@ -157,17 +157,29 @@ def serve(rank: int, mesh: Mesh, what: str, timeout_s: float = 20.0) -> Any:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     if what == "bad":
         return engine.generate([[1], [99]], params)
+    if what == "other calls":
+        return engine.generate(prompts) if rank else [*engine.stream(prompts)]
+    if what == "served":
+        if rank:
+            engine.serve()
+            return len(local.batches)
+        with suppress(RequestError):
+            engine.generate([])
+            engine.generate([[99]])
+        stream = engine.stream(prompts, params)
+        answers: list[Any] = [[next(stream)]]
+        stream.close()
+        answers.append([*engine.stream(prompts, params)])
+        answers.append(engine.generate(prompts[:2], params))
+        engine.close()
+        return answers
     if what == "read":
         tokens = []
-        with closing(engine.stream(prompts[:2] if rank == 0 else (), params)) as stream:
-            for token in stream:
-                tokens.append((token.index, token.token_id))
-                if rank == 0 and len(tokens) == 3:
-                    time.sleep(2.5 * timeout_s)  # a reader that thinks
-                if rank == 0 and len(tokens) == 12:
-                    break
-        answer = engine.generate([prompts[2]], params)
-        return tokens, [each.token_ids for each in answer]
+        for token in engine.stream(prompts[:2] if rank == 0 else (), params):
+            tokens.append((token.index, token.token_id))
+            if rank == 0 and len(tokens) == 3:
+                time.sleep(2.5 * timeout_s)  # a reader that thinks
+        return tokens
     first = engine.generate(prompts if rank == 0 else (), params)
     if what == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
