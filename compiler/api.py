@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from octavo.compiler.artifact import Artifact, check_replaceable
 from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
-from octavo.compiler.calibration_data import Calibration, calibration_sequences
+from octavo.compiler.calibration_data import Calibration, sequences_of
 from octavo.compiler.capture import capture
+from octavo.compiler.carve_model import CARVE, carve_model
+from octavo.compiler.carving import check_carve
 from octavo.compiler.checkpoints.checkpoint import Checkpoint
 from octavo.compiler.checkpoints.quantize_given import REST, quantize_given
 from octavo.compiler.checkpoints.sources import Sources
@@ -29,8 +32,17 @@ from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
 from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.meta_model import has_values
-from octavo.compiler.options import ONE_RANK, CompileOptions, DType, Mode, Parallel, QuantConfig, Verify
-from octavo.compiler.parallelize import check_parallel, parallelize
+from octavo.compiler.options import (
+    ONE_RANK,
+    CarveConfig,
+    CompileOptions,
+    DType,
+    Mode,
+    Parallel,
+    QuantConfig,
+    Verify,
+)
+from octavo.compiler.parallelize import check_parallel, copy_graph, parallelize
 from octavo.compiler.pipeline import (
     PIPELINE,
     Lowered,
@@ -42,11 +54,12 @@ from octavo.compiler.pipeline import (
 )
 from octavo.compiler.precision import PrecisionPlan
 from octavo.compiler.progress import Bars, progress_bars
-from octavo.compiler.quant_options import needs_calibration, quant_config, uses_calibration
+from octavo.compiler.quant_options import quant_config
 from octavo.compiler.quantize_model import quantize_model, quantize_on
+from octavo.compiler.quantizing import BEFORE
 from octavo.compiler.step_rows import summary
 from octavo.compiler.target import Target
-from octavo.compiler.target_formats import check_target
+from octavo.compiler.target_formats import check_target, layout_of
 from octavo.compiler.verify_quantized import prove_quantized
 from octavo.compiler.version import VERSION
 from octavo.compiler.whole_model import check_quantized_model, check_whole_model
@@ -63,7 +76,7 @@ def compile(
     max_batch_tokens: int = MAX_BATCH_TOKENS, verify: Verify = "full", dump: Path | str | None = None,
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
     quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
-    deterministic: bool = False, parallel: Parallel = ONE_RANK,
+    deterministic: bool = False, parallel: Parallel = ONE_RANK, carve: CarveConfig | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -79,6 +92,7 @@ def compile(
     calibration  text like that which will be served, or its token ids; one or several. None: a text that comes with
                Octavo, for which there must be a tokenizer. Some thousand tokens are enough. Beside a checkpoint only
                what quantisation moves is measured on it
+    carve      cut dense gated FFNs into experts, by what calibration shows: another function, unless all are active
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
     """
@@ -96,8 +110,11 @@ def compile(
         checkpoint=None if checkpoint is None else checkpoint.name,
         deterministic=deterministic,
         parallel=parallel,
+        carve=carve,
     )
     check_options(options)
+    if checkpoint is not None and carve is not None:
+        raise OptionError(f"carve: expected none, as the products of {checkpoint.name} are kept as they are")
     if checkpoint is not None:
         check_formats(checkpoint, chosen)
     elif options.quantize is not None:
@@ -107,7 +124,8 @@ def compile(
     if not has_values(model):
         raise OptionError(
             "model: its weights have no values (meta device), so no artifact can hold them; load a checkpoint "
-            "into it, or use octavo.check(model), which captures, rewrites and proves without weights"
+            "into it, or use octavo.check(model), which captures, rewrites and proves without weights, and with "
+            "parallel=... plans what ranks would hold and send"
         )
     tokenizer_files = tokenizer_files_of(tokenizer)
     with progress_bars(progress) as bars:
@@ -115,7 +133,7 @@ def compile(
         bars("capture")("torch.export", 0, 1)
         captured = capture(source)
         settings = settings_of(captured, options, chosen.page_size)
-        sequences = sequences_of(options.quantize, calibration, tokenizer, settings.max_model_len)
+        sequences = sequences_of(options, calibration, tokenizer, settings.max_model_len)
         job = Job(
             chosen, options, settings, captured.model_info, captured.route, sequences=sequences,
             given=None if checkpoint is None else (checkpoint, weights_dtype(model)),
@@ -163,9 +181,10 @@ def finish(
     job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, output: Path | str | None,
     tokenizer_files: Mapping[str, bytes], reference: nn.Module,
 ) -> Compiled:  # fmt: skip
-    """Lowered graph -> quantised, where that is asked for -> artifact, opened, and compared with `reference`."""
+    """Lowered graph -> carved and quantised, where asked for -> artifact, opened, and compared with `reference`."""
+    job = _carved(job, lowered, bars, dumps)
     job = _quantized(job, lowered, dumps, bars, reference)
-    _spread(job, lowered, bars, dumps)
+    whole = _spread(job, lowered, bars, dumps)
     try:
         given = lowered.graph_module, job.target, job.settings.page_size
         built = build(*given, bars("kernels"), job.options.deterministic)
@@ -179,13 +198,31 @@ def finish(
     if job.options.verify == "full" and job.target.family == "cpp":
         bars("verify")("logits of the whole model", 0, 1)
         try:
-            _judge(job, lowered, compiled, reference)
+            _judge(job, whole, compiled, reference)
         except BaseException as error:
             shutil.rmtree(compiled.path)  # nobody shall find what was not proven
             if isinstance(error, OctavoError):
                 dumps.fail("verify", error)
             raise
     return compiled
+
+
+def _carved(job: Job, lowered: Lowered, bars: Bars, dumps: DumpWriter) -> Job:
+    """Cut FFNs into experts in place, if the options say so and it is not done; the job then knows how it was done."""
+    config = job.options.carve
+    if config is None or job.steps_done > len(PIPELINE):
+        return job
+    assert job.sequences is not None, "carve comes with calibration tokens"
+    given = job.sequences, job.settings.page_size, bars, job.options.verify != "off", dumps
+    try:
+        reports, lowered.carving = carve_model(lowered.graph_module, config, *given)
+    except OctavoError as error:
+        if dumps.error is None:
+            dumps.fail(CARVE.name, error)
+        raise
+    lowered.reports += reports
+    told = {name: lowered.carving[name] for name in ("config", "calibration")}
+    return replace(job, provenance={**job.provenance, "carving": told})
 
 
 def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model: nn.Module) -> Job:
@@ -195,7 +232,7 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model:
         return job
     shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
     sources = None if job.steps_done else Sources(lowered.graph_module, shapes)
-    layout = "linear" if job.target.family == "cpp" else "swizzled_128x4"
+    layout = layout_of(job.target)
     prove = None if job.options.verify == "off" else prove_quantized
     try:
         rest = (job.sequences, job.settings.page_size, layout, bars, prove, dumps)
@@ -206,7 +243,7 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model:
         elif job.plan is None:
             reports, provenance, lowered.precision = quantize_model(lowered.graph_module, config, *rest)
         else:
-            done = job.steps_done - len(PIPELINE)
+            done = job.steps_done - BEFORE
             reports, provenance, _ = quantize_on(lowered.graph_module, config, job.plan, done, *rest)
     except OctavoError as error:
         if dumps.error is None:
@@ -218,43 +255,36 @@ def _quantized(job: Job, lowered: Lowered, dumps: DumpWriter, bars: Bars, model:
     return replace(job, provenance={**job.provenance, "quantization": provenance})
 
 
-def _spread(job: Job, lowered: Lowered, bars: Bars, dumps: DumpWriter) -> None:
-    """Make of the graph, in place, that of every rank."""
+def _spread(job: Job, lowered: Lowered, bars: Bars, dumps: DumpWriter) -> GraphModule:
+    """Make of the graph, in place, that of every rank. Returns the whole one."""
     parallel = job.options.parallel
     if parallel.world == 1:
-        return
+        return lowered.graph_module
+    whole = copy_graph(lowered.graph_module)
     bars("parallelize")(f"{parallel.world} ranks", 0, 1)
     try:
         lowered.reports += parallelize(
-            lowered.graph_module, parallel, job.settings.page_size, job.options.verify != "off"
+            lowered.graph_module,
+            parallel,
+            job.settings.page_size,
+            None if job.options.verify == "off" else whole,
         )
     except OctavoError as error:
         dumps.fail("parallelize", error)
         raise
+    return whole
 
 
-def _judge(job: Job, lowered: Lowered, compiled: Compiled, reference: nn.Module) -> None:
-    """Logits of the artifact: as the model's, or where it is quantised, as those of the quantised graph."""
+def _judge(job: Job, whole: GraphModule, compiled: Compiled, reference: nn.Module) -> None:
+    """Logits of the artifact: as the model's, or where it was made to compute something else, as those of its graph."""
     runner = compiled.runner(num_pages=64 * len(compiled.artifact.program.page_windows))
-    if job.options.quantize is None:
+    carve = job.options.carve
+    if job.options.quantize is None and (carve is None or carve.is_whole):
         check_whole_model(reference, compiled.artifact, runner)
     else:
-        given = lowered.graph_module, job.settings.page_size
+        given = whole, job.settings.page_size
         moved = (GraphModel(*given, seed) for seed in (1, 2, 3))  # made only where they are asked
         check_quantized_model(reference, GraphModel(*given), compiled.artifact, runner, moved)
-
-
-def sequences_of(
-    config: QuantConfig | None, calibration: Calibration | None, tokenizer: Any, max_model_len: int
-) -> list[list[int]] | None:
-    """Calibration tokens, where the configuration makes use of any. Raises OptionError where it needs some."""
-    if config is None:
-        if calibration is not None:
-            raise OptionError("calibration: expected quantize beside it, got none; nothing else reads it")
-        return None
-    if calibration is None and not uses_calibration(config):
-        return None
-    return calibration_sequences(calibration, tokenizer, max_model_len, needs_calibration(config))
 
 
 def calibration_file(sequences: Sequence[Sequence[int]] | None) -> dict[str, bytes]:
@@ -274,6 +304,8 @@ def check_options(options: CompileOptions) -> None:
     check_parallel(options.parallel)
     if options.dtype not in (None, "fp32", "bf16"):
         raise OptionError(f"dtype: expected fp32 or bf16, got {options.dtype!r}")
+    if options.carve is not None:
+        check_carve(options.carve)
 
 
 def check_formats(checkpoint: Checkpoint, target: Target) -> None:
@@ -318,7 +350,8 @@ def _pack(
     passes = summary([*lowered.reports, built.grouped, built.plan])
     report = {"passes": passes, "kernels": built.kernels, "memory": built.plan.notes,
               "selections": built.selections, "proof_s": lowered.proof_s,
-              **({"precision": lowered.precision} if lowered.precision else {})}  # fmt: skip
+              **({"precision": lowered.precision} if lowered.precision else {}),
+              **({"carving": lowered.carving} if lowered.carving else {})}  # fmt: skip
     texts = {
         **dumps.texts,
         LOWERED_GRAPH.removeprefix("graph/"): print_graph(lowered.graph_module, "lowered"),

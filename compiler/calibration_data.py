@@ -6,6 +6,8 @@ from typing import Any
 
 from octavo.compiler.calibration import SEQUENCE_TOKENS
 from octavo.compiler.errors import OptionError
+from octavo.compiler.options import CompileOptions
+from octavo.compiler.quant_options import needs_calibration, uses_calibration
 
 Calibration = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 TEXTS = (
@@ -19,6 +21,27 @@ def default_texts() -> list[str]:
     """English prose, code and chats, about 6,000 tokens; calibration_text/LICENSE.txt says whose they are."""
     folder = files("octavo.compiler") / "calibration_text"
     return [(folder / name).read_text(encoding="utf-8") for name in TEXTS]
+
+
+def sequences_of(
+    options: CompileOptions, calibration: Calibration | None, tokenizer: Any, max_model_len: int
+) -> list[list[int]] | None:
+    """Calibration tokens, where the options make use of any. Raises OptionError where they need some."""
+    config, carve = options.quantize, options.carve
+    if config is None and carve is None:
+        if calibration is not None:
+            raise OptionError(
+                "calibration: expected quantize or carve beside it, got none; nothing else reads it"
+            )
+        return None
+    if carve is not None:
+        needed = "carve chooses experts by what neurons do"
+    else:
+        assert config is not None
+        needed = needs_calibration(config)
+        if calibration is None and not uses_calibration(config):
+            return None
+    return calibration_sequences(calibration, tokenizer, max_model_len, needed)
 
 
 def calibration_sequences(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from octavo.compiler.errors import OptionError
 from octavo.compiler.expert_bias import Selection, balance_bias
 from octavo.compiler.ops.moe import router
 from octavo.compiler.options import CarveConfig
@@ -53,6 +54,19 @@ class Carving:
         mask = torch.ones(len(x), len(self.shared) + self.routed.numel(), dtype=torch.bool)
         mask[:, self.routed.flatten()] = chosen.repeat_interleave(self.routed.shape[1], 1)
         return mask
+
+
+def check_carve(config: CarveConfig) -> None:
+    """Raises OptionError for numbers of experts that cannot be."""
+    wholes = (
+        ("num_experts", 2, 4096),
+        ("num_shared", 0, config.num_experts - 1),
+        ("top_k", 1, config.num_routed),
+    )
+    for name, least, most in wholes:
+        value = getattr(config, name)
+        if type(value) is not int or not least <= value <= most:
+            raise OptionError(f"carve: expected {name} of {least} to {most}, got {value!r}")
 
 
 def width_of(intermediate: int, config: CarveConfig) -> int:

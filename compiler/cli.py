@@ -68,6 +68,7 @@ def compile(
     calibration: cli_precision.Calibration = None,
     keep: cli_precision.Keep = None,
     include: cli_precision.Include = None,
+    carve: cli_precision.Carve = None,
     verify: Verify = Proofs.full,
     deterministic: Deterministic = None,
     dump: Annotated[
@@ -104,7 +105,8 @@ def compile(
     if (model is None) == (resume_from is None):
         got = "both" if model else "neither"
         raise typer.BadParameter(f"expected MODEL or --from FILE, got {got}", param_hint="MODEL")
-    config = cli_precision.config_of(quantize, kv, weights, bits, calibration, keep, include)
+    text = None if carve else calibration  # which carving reads too
+    config = cli_precision.config_of(quantize, kv, weights, bits, text, keep, include)
     with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.compile import Choices, run
     with exit_codes(traceback):
@@ -124,6 +126,7 @@ def compile(
                 quantize=config,
                 calibration=calibration,
                 deterministic=deterministic,
+                carve=carve,
             )
         )
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler.options import Mode, QuantConfig
+from octavo.compiler.options import CarveConfig, Mode, QuantConfig
 
 
 class Modes(StrEnum):
@@ -55,6 +55,25 @@ Bits = Annotated[
 Calibration = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text like that which will be served. Default: a text of Octavo's."),
+]
+
+
+def carve_of(text: str) -> CarveConfig:
+    """Raises typer.BadParameter for what is not three whole numbers."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise typer.BadParameter(f"expected E,S,K such as 8,2,3, got {text}")
+    num_experts, num_shared, top_k = map(int, parts)
+    return CarveConfig(num_experts, num_shared, top_k)
+
+
+Carve = Annotated[
+    CarveConfig | None,
+    typer.Option(
+        parser=carve_of,
+        metavar="E,S,K",
+        help="Cut dense FFNs into E experts: S shared ones, and K of the others for each token. Exact if S + K = E.",
+    ),
 ]
 Keep = Annotated[
     list[str] | None,

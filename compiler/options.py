@@ -143,3 +143,4 @@ class CompileOptions:
     checkpoint: str | None = None
     deterministic: bool = False
     parallel: Parallel = ONE_RANK
+    carve: CarveConfig | None = None

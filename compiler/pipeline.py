@@ -115,6 +115,7 @@ class Lowered:
     """The graph of kernel ops and what every pass did.
 
     precision  of a graph that was quantised: what compiler/precision_report.py says
+    carving    of one whose FFNs were cut into experts: what compiler/carve_model.py says
     """
 
     graph_module: GraphModule
@@ -122,6 +123,7 @@ class Lowered:
     num_layers: int = 0
     proof_s: float = 0.0
     precision: dict[str, Any] = field(default_factory=dict)
+    carving: dict[str, Any] = field(default_factory=dict)
 
 
 Progress = Callable[[str, int, int], None]

@@ -59,6 +59,16 @@ def held_out(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     return pieces
 
 
+def perplexity(logs: Tensor, pieces: Sequence[Sequence[int]]) -> float:
+    """exp of the mean negative log-likelihood of tokens behind another, by log-probabilities (tokens, vocabulary)."""
+    ids = torch.tensor([token for piece in pieces for token in piece])
+    starts = torch.tensor([0, *map(len, pieces)]).cumsum(0)[:-1]
+    follows = torch.ones(len(ids), dtype=torch.bool)
+    follows[starts[starts < len(ids)]] = False
+    rows = follows.nonzero()[:, 0]
+    return float(logs[rows - 1, ids[rows]].double().mean().neg().exp())
+
+
 def judge(
     reference: Distribution, graph_module: GraphModule, pieces: Sequence[Sequence[int]], page_size: int
 ) -> Quality:

@@ -47,6 +47,7 @@ class QuantSettings:
     balance: Balance = field(default_factory=Balance)
 
 
+BEFORE = len(PIPELINE) + 1  # steps in front of these: the pipeline's, and the one that carves
 PRECISION = "precision.json"  # beside the graphs of a dump: the plan
 QUANTIZE: tuple[Step, ...] = (
     Step(assign_precision, "quantized", ("config", "observed", "plan", "choices", "layout")),
@@ -71,7 +72,7 @@ def quantize(
     """
     done: list[PassReport] = []
     proven: dict[str, Evidence] = {}
-    for index, step in enumerate(steps[start:], len(PIPELINE) + start):
+    for index, step in enumerate(steps[start:], BEFORE + start):
         context = f" (after: {', '.join(r.name for r in done)})" if done else ""
         try:
             reports = apply_step(step, graph_module, settings, (), done)

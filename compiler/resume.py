@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from octavo.compiler.api import CALIBRATION, Job, calibration_file, check_options, finish, tokenizer_files_of
 from octavo.compiler.artifact import check_replaceable
+from octavo.compiler.carve_model import CARVE
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_files import DumpWriter
@@ -22,11 +23,11 @@ from octavo.compiler.dump_weights import DumpedWeights
 from octavo.compiler.errors import IllegalGraphError, OctavoError, OptionError
 from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.legality import check
-from octavo.compiler.options import CompileOptions, Parallel, QuantConfig, Verify
+from octavo.compiler.options import CarveConfig, CompileOptions, Parallel, QuantConfig, Verify
 from octavo.compiler.pipeline import PIPELINE, Settings, Step, dump_directory, lower_from
 from octavo.compiler.precision import PrecisionPlan, plan_from_json
 from octavo.compiler.progress import progress_bars
-from octavo.compiler.quantizing import PRECISION, QUANTIZE
+from octavo.compiler.quantizing import BEFORE, PRECISION, QUANTIZE
 from octavo.compiler.target import Target, load_target
 from octavo.compiler.target_formats import check_target
 from octavo.compiler.type_rules import check_types
@@ -106,7 +107,7 @@ class _Source:
             )
         summary = read_summary(path.parent)
         index, name = int(found["index"]), found["name"]
-        names = [CAPTURE, *(step.name for step in (*pipeline, *QUANTIZE))]
+        names = [CAPTURE, *(step.name for step in (*pipeline, CARVE, *QUANTIZE))]
         if index >= len(names) or names[index] != name:
             now = f"is {names[index]}" if index < len(names) else "does not exist"
             raise OptionError(
@@ -129,6 +130,8 @@ class _Source:
         if given.get("quantize"):
             globs = {name: tuple(given["quantize"][name]) for name in ("keep", "include")}
             wanted["quantize"] = QuantConfig(**{**given["quantize"], **globs})
+        if given.get("carve"):
+            wanted["carve"] = CarveConfig(**given["carve"])
         if "parallel" in given:
             wanted["parallel"] = Parallel(**given["parallel"])
         options = CompileOptions(**{**given, **wanted})
@@ -149,7 +152,7 @@ class _Source:
     def plan(self) -> PrecisionPlan | None:
         """Of a graph between the steps that quantise."""
         path = self.path.parent / PRECISION
-        if self.index <= len(PIPELINE):
+        if self.index <= BEFORE:
             return None
         if not path.is_file():
             raise OptionError(f"from: expected {path}, the plan of a quantised graph, got no such file")
@@ -158,7 +161,7 @@ class _Source:
     def target_of(self, options: CompileOptions) -> Target:
         """The target, which must serve what is quantised, and lay out block scales that are made already alike."""
         target, before = load_target(options.target), load_target(self.summary["target"])
-        if self.index > len(PIPELINE) and target.family != before.family:
+        if self.index > BEFORE and target.family != before.family:
             raise OptionError(
                 f"from: {self.path} holds block scales as {before.name} reads them, got target {target.name}; go "
                 f"on from a graph before {QUANTIZE[1].name}"
@@ -185,7 +188,7 @@ class _Source:
                 f"from: the dump of {self.path} has no weights: {self.summary['weights_missing']}"
             )
         graph_module = load_graph(self.text, DumpedWeights(self.path.parent, facts), str(self.path))
-        stage = (*pipeline, *QUANTIZE)[self.index - 1].stage if self.index else "captured"
+        stage = (*pipeline, CARVE, *QUANTIZE)[self.index - 1].stage if self.index else "captured"
         try:
             check(graph_module, stage, after=self.step)
             if stage == "quantized":

@@ -28,3 +28,8 @@ def check_target(mode: str, target: Target, whose: str = "quantize") -> None:
 def _is_served(mode: str, target: Target) -> bool:
     """Host code serves every mode, and products of 16 bits with weights of NVFP4 every GPU."""
     return target.family == "cpp" or mode not in _RATES or _RATES[mode] in target.flops
+
+
+def layout_of(target: Target) -> str:
+    """Of block scales, as the target's kernels read them."""
+    return "linear" if target.family == "cpp" else "swizzled_128x4"

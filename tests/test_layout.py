@@ -45,10 +45,12 @@ LAZY_IMPORTS = {
     "compiler/capture.py": "transformers' registries are patched only if the model comes from there",
     "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
     "compiler/cli_app.py": "bars are drawn by rich, which help does not wait for either",
+    "compiler/cli_check.py": "as compiler/cli.py",
     "compiler/cli_kernels.py": "as compiler/cli.py",
     "compiler/cli_quantize.py": "as compiler/cli.py",
     "compiler/roofline.py": "matplotlib is the plot extra",
     "compiler/precision_plot.py": "as compiler/roofline.py",
+    "compiler/plan_plot.py": "as compiler/roofline.py",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 
@@ -250,7 +252,7 @@ def test_runtime_loads_no_compiler(tmp_path: Path) -> None:
 
 def test_public_names_exist() -> None:
     assert [name for name in octavo.__all__ if getattr(octavo, name, None) is None] == []
-    with pytest.raises(AttributeError, match="has no attribute 'complie'; it has CompileOptions, "):
+    with pytest.raises(AttributeError, match="has no attribute 'complie'; it has CarveConfig, "):
         octavo.complie  # noqa: B018
 
 

@@ -15,7 +15,7 @@ from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.errors import OptionError
 from octavo.compiler.models import LoadedModel, load_model
-from octavo.compiler.options import DType, QuantConfig, Verify
+from octavo.compiler.options import CarveConfig, DType, QuantConfig, Verify
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quant_options import quant_config
 from octavo.compiler.report import seconds_line, size_text
@@ -43,6 +43,7 @@ class Choices:
     quantize: QuantConfig | None = None
     calibration: Path | None = None
     deterministic: bool | None = None
+    carve: CarveConfig | None = None
 
 
 def run(choices: Choices) -> None:
@@ -77,6 +78,7 @@ def _compile(choices: Choices, model: str) -> Path:
         quantize=_formats(choices.quantize, loaded.checkpoint),
         calibration=text,
         deterministic=bool(choices.deterministic),
+        carve=choices.carve,
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
@@ -97,7 +99,7 @@ def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> Quant
 
 def _resume(choices: Choices) -> Path:
     path = Path(str(choices.resume_from))
-    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic"):
+    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic", "carve"):
         if getattr(choices, name) is not None:
             raise OptionError(
                 f"{name}: expected none with --from, as the graph already has it; compile MODEL again"

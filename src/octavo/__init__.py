@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.compiler.compiled import Compiled as Compiled
     from octavo.compiler.compiled import load as load
     from octavo.compiler.models import load_model as load_model
+    from octavo.compiler.options import CarveConfig as CarveConfig
     from octavo.compiler.options import CompileOptions as CompileOptions
     from octavo.compiler.options import QuantConfig as QuantConfig
     from octavo.compiler.resume import resume as resume
@@ -28,6 +29,7 @@ _HOME = {
     "load": "octavo.compiler.compiled",
     "load_model": "octavo.compiler.models",
     "resume": "octavo.compiler.resume",
+    "CarveConfig": "octavo.compiler.options",
     "CompileOptions": "octavo.compiler.options",
     "QuantConfig": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.sampling_params",
@@ -36,8 +38,8 @@ _HOME = {
 }
 
 __all__ = [
-    "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "Structured", "__version__", "backend_report",
-    "check", "compile", "errors", "load", "load_model", "resume",
+    "CarveConfig", "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "Structured", "__version__",
+    "backend_report", "check", "compile", "errors", "load", "load_model", "resume",
 ]  # fmt: skip
 
 __version__ = VERSION

@@ -150,7 +150,7 @@ def test_a_built_artifact_needs_no_cxx_compiler() -> None:
         ),
         ({"quantize": "auto", "calibration": "text"}, "calibration: expected .*got text without a tokenizer"),
         ({"quantize": "fp8", "calibration": [[1], None]}, "calibration: expected .*got NoneType at 1"),
-        ({"calibration": [[1]]}, "calibration: expected quantize beside it"),
+        ({"calibration": [[1]]}, "calibration: expected quantize or carve beside it"),
         ({"tokenizer": object()}, "tokenizer: expected a Hugging Face tokenizer, got object"),
     ],
 )

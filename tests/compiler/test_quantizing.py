@@ -13,12 +13,11 @@ from octavo.compiler.dump_load import load_graph
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.dump_weights import DumpedWeights
 from octavo.compiler.errors import OptionError, PassError
-from octavo.compiler.pipeline import PIPELINE
 from octavo.compiler.precision import PagePrecision, PrecisionPlan, plan_from_json, plan_to_json
-from octavo.compiler.quantizing import PRECISION, QUANTIZE, QuantSettings, quantize
+from octavo.compiler.quantizing import BEFORE, PRECISION, QUANTIZE, QuantSettings, quantize
 from octavo.compiler.view import page_data
 
-FIRST = len(PIPELINE) + 1
+FIRST = BEFORE + 1
 FACTS = {"target": "cpu", "model": {"name": "tiny"}}
 
 

@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiled, Path]:
     ), folder
 
 
-@pytest.mark.parametrize("name", ["25_fuse_add_norm", "31_quantize_linear", "34_fuse_norm_quantize"])
+@pytest.mark.parametrize("name", ["26_fuse_add_norm", "33_quantize_linear", "36_fuse_norm_quantize"])
 def test_the_artifact_is_that_of_an_uninterrupted_compile(name: str, whole: tuple[Compiled, Path]) -> None:
     expected, folder = whole
     got = resume(folder / f"{name}.py").artifact
@@ -49,7 +49,7 @@ def test_the_artifact_says_what_its_weights_hold(whole: tuple[Compiled, Path]) -
     ("change", "said"),
     [
         (("None, 'fp32', 'linear')", "None, 'fp32', 'swizzled_128x4')"),
-         r"reads swizzled_128x4 scales, got x_scale linear.*31_quantize_linear\.py:\d+"),
+         r"reads swizzled_128x4 scales, got x_scale linear.*33_quantize_linear\.py:\d+"),
         ((" linear axis", " swizzled_128x4 axis"), "must belong to weight|reads linear scales"),
     ],
 )  # fmt: skip
@@ -57,7 +57,7 @@ def test_an_edit_that_mixes_types_is_refused(
     change: tuple[str, str], said: str, whole: tuple[Compiled, Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole[1], tmp_path / "dump")
-    path = folder / "31_quantize_linear.py"
+    path = folder / "33_quantize_linear.py"
     lines = path.read_text().splitlines(keepends=True)
     place = next(i for i, line in enumerate(lines) if change[0] in line)
     lines[place] = lines[place].replace(*change)
@@ -73,15 +73,15 @@ def test_a_plan_that_is_missing_and_another_family_are_refused(
     with pytest.raises(
         OptionError, match="holds block scales as cpu reads them, got target b200; go on from"
     ):
-        resume(folder / "31_quantize_linear.py", "b200")
+        resume(folder / "33_quantize_linear.py", "b200")
     (folder / "precision.json").unlink()
     with pytest.raises(OptionError, match=r"expected .*precision\.json, the plan of a quantised graph"):
-        resume(folder / "31_quantize_linear.py")
+        resume(folder / "33_quantize_linear.py")
 
 
 def test_a_target_without_the_tensor_cores_is_refused(whole: tuple[Compiled, Path]) -> None:
     with pytest.raises(OptionError, match="got 'nvfp4': sm_90 has no NVFP4 tensor core"):
-        resume(whole[1] / "25_fuse_add_norm.py", "h100")
+        resume(whole[1] / "26_fuse_add_norm.py", "h100")
 
 
 def test_inspect_counts_the_types_of_weights(
