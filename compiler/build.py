@@ -69,7 +69,7 @@ def build(
     Raises CodegenError for an op without a kernel.
     """
     grouped = run_pass(group_pages, graph_module)
-    selections = _selections(graph_module, target)
+    selections = select_all(graph_module, target)
     plan = PassReport("plan_memory", nodes_before=len(selections), nodes_after=len(selections))
     start = time.perf_counter()
     memory = plan_memory(graph_module.graph)
@@ -99,7 +99,7 @@ def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:
     return replace(first, also=tuple(others))
 
 
-def _selections(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:
+def select_all(graph_module: GraphModule, target: Target) -> dict[Node, Selection]:
     """The kernel of every node; equal calls (those of equal layers) are asked about once."""
     names = dim_names(graph_module.graph)
     known: dict[str, Selection] = {}

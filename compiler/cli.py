@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler import cli_kernels, cli_precision, cli_quantize
+from octavo.compiler import cli_check, cli_kernels, cli_precision, cli_quantize
 from octavo.compiler.cli_app import (
     FAILED,
     MODEL_HELP,
@@ -232,6 +232,7 @@ def inspect(
         show_artifact(artifact, as_json, plot)
 
 
+app.command()(cli_check.check)
 app.command()(cli_kernels.kernels)
 app.command()(cli_kernels.tune)
 app.command()(cli_quantize.quantize)

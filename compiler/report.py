@@ -1,7 +1,7 @@
 """What a compilation did, as data and as tables that fit 80 columns."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,12 @@ class Report:
         return cls(json.loads(artifact.read("report.json")))
 
     def __str__(self) -> str:
-        tables = (self.pass_table(), "", self.kernel_table())
-        return as_text(*tables[: 3 if self.data["kernels"] else 1])
+        tables = [self.pass_table()]
+        if self.data["kernels"]:
+            tables += ["", self.kernel_table()]
+        if self.data.get("plans"):
+            tables += ["", plan_table(self.data["plans"])]
+        return as_text(*tables)
 
     def pass_table(self) -> RenderableType:
         """Every pass: what it matched, rejected and nearly matched, and its proof."""
@@ -112,6 +116,71 @@ def _gpu_kernels(rows: Sequence[Row]) -> Table:
         below = [Padding(Text(notes, "dim"), (0, 0, 0, 2))] if notes else []
         table.add_row(Group(title, *below), *(str(row[name]) for name in numbers))
     return table
+
+
+def plan_table(rows: Sequence[Row]) -> RenderableType:
+    """What a rank of each mesh holds and sends; bytes are decimal. compiler/rank_plan.py says how it is counted."""
+    table = plain_table("a rank", *(mesh_text(row["parallel"]) for row in rows), left=("a rank",))
+    kinds = [kind for kind in rows[0]["weights"] if any(row["weights"][kind] for row in rows)]
+    lines: list[tuple[str, Callable[[Row], str]]] = [
+        ("ranks", lambda row: str(row["ranks"])),
+        ("experts a layer", lambda row: f"{row['experts'][1]} of {row['experts'][0]}"),
+        ("weights", lambda row: decimal_text(sum(row["weights"].values()))),
+        *((f"  {kind}", lambda row, kind=kind: decimal_text(row["weights"][kind])) for kind in kinds),
+        (f"workspace of {rows[0]['tokens']} tokens", lambda row: decimal_text(row["workspace"] + row["logits"])),
+        ("KV bytes a token", lambda row: f"{row['kv_token_bytes']:,}"),
+        ("KV tokens", lambda row: "-" if row["kv_tokens"] is None else f"{row['kv_tokens']:,}"),
+        (_fits_in(rows), lambda row: "-" if row["fits"] is None else "yes" if row["fits"] else "no"),
+    ]  # fmt: skip
+    for kind in dict.fromkeys(
+        (one["kernel"], one["axis"], one["rows"]) for row in rows for one in row["exchanges"]
+    ):
+        lines += _exchange_lines(*kind)
+    lines.append(("collectives a step", lambda row: str(sum(one["count"] for one in row["exchanges"]))))
+    for name, text in lines:
+        table.add_row(name, *(text(row) for row in rows))
+    return titled("plan: figures of the program of each rank, nothing measured", table)
+
+
+def _fits_in(rows: Sequence[Row]) -> str:
+    return "fits" if rows[0]["memory"] is None else f"fits {decimal_text(rows[0]['memory'])}"
+
+
+def _exchange_lines(kernel: str, axis: str, counted: str) -> list[tuple[str, Callable[[Row], str]]]:
+    """Of one kind of collective: how large a row is, to how many it goes, what then leaves a rank, and how often."""
+
+    def of(row: Row, text: Callable[[Row], str]) -> str:
+        kind = (kernel, axis, counted)
+        found = [one for one in row["exchanges"] if (one["kernel"], one["axis"], one["rows"]) == kind]
+        return " + ".join(map(text, found)) or "-"
+
+    name, unit = f"{kernel}, {axis}: ", "token" if counted == "T" else "row of logits"
+    lines: list[tuple[str, Callable[[Row], str]]] = [
+        (f"{name}bytes sent a {unit}", lambda row: of(row, lambda one: f"{one['sent']:,.0f}")),
+        ("  times a step", lambda row: of(row, lambda one: str(one["count"]))),
+    ]
+    if kernel in ("dispatch", "combine"):
+        lines[1:1] = [
+            ("  bytes of a row", lambda row: of(row, lambda one: f"{one['row_bytes']:,}")),
+            ("  other ranks a row goes to", lambda row: of(row, lambda one: f"{one['destinations']:.2f}")),
+            ("    at most", lambda row: of(row, lambda one: f"{one['most']:g}")),
+        ]
+    return lines
+
+
+def mesh_text(parallel: Row) -> str:
+    """`ep 72, dp 72, 32 more`, without axes of one rank; `one rank`."""
+    axes = [f"{axis} {parallel[axis]}" for axis in ("ep", "tp", "dp") if parallel[axis] > 1]
+    more = [f"{parallel['redundant_experts']} more"] if parallel["redundant_experts"] else []
+    return ", ".join(axes + more) or "one rank"
+
+
+def decimal_text(num_bytes: int) -> str:
+    """`61.3 GB`, `17.2 MB`, `512 B`: as memory of GPUs is sold."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
 
 
 def short_names(rows: Sequence[Row]) -> dict[str, str]:

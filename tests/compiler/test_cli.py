@@ -25,7 +25,7 @@ from octavo.compiler.errors import (
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = f"{ROOT}/tests/support/tiny_llama.py:build"
-COMMANDS = ("compile", "run", "inspect", "bisect", "kernels", "tune", "targets")
+COMMANDS = ("compile", "run", "inspect", "check", "bisect", "kernels", "tune", "targets")
 
 Result = tuple[int, str, str]
 Run = Callable[..., Result]
