@@ -37,7 +37,7 @@ LINEARS = frozenset(
 )
 ACTIVATIONS = frozenset("octavo::" + name for name in ("act_mul", "act_mul_quantize", "pointwise"))
 THROUGH = frozenset(("getitem", "aten::reshape", "octavo::quantize"))
-KINDS = ("experts", "attention", "FFNs", "embeddings and logits", "other")
+KINDS: tuple[str, ...] = ("experts", "attention", "FFNs", "embeddings and logits", "other")
 ID_BYTES, WEIGHT_BYTES, OUTER_BYTES = 4, 4, 4  # beside a row: of each slot, and its outer scale if it has one
 
 
