@@ -31,6 +31,7 @@ from octavo.compiler.cli_app import (
 from octavo.compiler.cli_app import (
     app as app,
 )
+from octavo.compiler.options import parallel_of
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,6 +70,13 @@ def compile(
     keep: cli_precision.Keep = None,
     include: cli_precision.Include = None,
     carve: cli_precision.Carve = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Spread over ranks: ep=N,tp=N,dp=N,redundant_experts=N,wire=FORMAT. `octavo check` plans them.",
+        ),
+    ] = None,
     verify: Verify = Proofs.full,
     deterministic: Deterministic = None,
     dump: Annotated[
@@ -89,6 +97,8 @@ def compile(
     Example: octavo compile demo --dtype bf16 -o smol.octavo --dump dumps
 
     Example: octavo compile demo --quantize auto --bits 5 --kv fp8 --calibration chats.txt
+
+    Example: octavo compile DIR --parallel ep=4,dp=2; torchrun --nproc-per-node 4 -m octavo run ARTIFACT PROMPT
 
     Example: $EDITOR dumps/09_fuse_rms_norm.py; octavo compile --from dumps/09_fuse_rms_norm.py
 
@@ -127,6 +137,7 @@ def compile(
                 calibration=calibration,
                 deterministic=deterministic,
                 carve=carve,
+                parallel=None if parallel is None else parallel_of(parallel),
             )
         )
 
@@ -167,6 +178,10 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="The answer is JSON that this schema accepts.")
     ] = None,
     regex: Annotated[str | None, typer.Option(help="The whole answer matches this expression.")] = None,
+    dispatcher: Annotated[
+        str | None,
+        typer.Option(help="Of several ranks: all_to_all, padded or all_gather. Default: all_to_all."),
+    ] = None,
     stats: Annotated[
         bool,
         typer.Option(
@@ -184,6 +199,12 @@ def run(
     Example: octavo run smol.octavo "Is the sky blue?" --regex "yes|no"
 
     Example: octavo run smol.octavo "Name a color." --n 3 --temperature 1
+
+    Example: torchrun --no-python --nproc-per-node 4 octavo run mixtral.octavo --prompts-file prompts.txt
+
+    An artifact that was compiled for several ranks runs on as many processes; torchrun starts them. Prompts are dealt
+    to groups of ranks that serve requests of their own (dp), and rank 0 prints all answers. A rank that is killed or
+    stopped ends the others, with an error that names it.
 
     Without a tokenizer in the artifact, prompts are token ids ("12 7 99") and so is the answer. In a
     dialogue, Ctrl-C ends an answer and Ctrl-D the dialogue.
@@ -205,7 +226,7 @@ def run(
             repetition_penalty=repetition_penalty,
             structured=read_structured(json_schema, regex),
         )
-        run(Choices(artifact, prompt, prompts_file, chat, system, params, stats))
+        run(Choices(artifact, prompt, prompts_file, chat, system, params, stats, dispatcher))
 
 
 @app.command()

@@ -7,6 +7,7 @@ import typer
 
 from octavo.compiler.cli_app import Json, MaxModelLen, PageSize, Trace, exit_codes, starting
 from octavo.compiler.cli_precision import KV, Keep, Quantize, config_of
+from octavo.compiler.options import parallel_of
 
 
 def check(
@@ -49,7 +50,7 @@ def check(
     """
     precision = config_of(quantize, kv, None, None, None, keep, None)
     with exit_codes(traceback), starting(show=True):
-        from octavo.compiler.commands.check import Choices, parallel_of, run
+        from octavo.compiler.commands.check import Choices, run
     with exit_codes(traceback):
         parallels = tuple(parallel_of(text) for text in parallel or ())
         choices = Choices(config, target, page_size, max_model_len, max_batch_tokens, precision, parallels)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from octavo.compiler.errors import OptionError
 from octavo.compiler.mesh import Mesh
 
 Verify = Literal["off", "sites", "full"]
@@ -111,7 +112,25 @@ class Parallel:
         return Mesh(self.dp, self.world // (self.tp * self.dp), self.tp)
 
 
+_RANK_NUMBERS = ("ep", "tp", "dp", "redundant_experts")
 ONE_RANK = Parallel()
+
+
+def parallel_of(text: str) -> Parallel:
+    """`ep=8,dp=8,wire=nvfp4` -> Parallel. Raises OptionError, naming the entry."""
+    given: dict[str, Any] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, value = entry.partition("=")
+        if name in _RANK_NUMBERS and value.isdecimal():
+            given[name] = int(value)
+        elif name == "wire" and value:
+            given[name] = value
+        else:
+            raise OptionError(
+                f"--parallel: expected entries such as ep=8, of {', '.join((*_RANK_NUMBERS, 'wire'))}, got {entry!r} "
+                f"in {text!r}"
+            )
+    return Parallel(**given)
 
 
 @dataclass(frozen=True)
@@ -127,9 +146,9 @@ class CompileOptions:
     dump            directory for the numbered graph dumps, or None
     quantize        what is quantised, or None
     checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
-    parallel        how the program is spread over ranks
     carve           how FFNs are cut into experts, or None
     deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
+    parallel        how the program is spread over ranks
     """
 
     target: str = "cpu"

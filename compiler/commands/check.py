@@ -16,8 +16,6 @@ from octavo.compiler.options import Parallel, QuantConfig
 from octavo.compiler.plan_plot import draw_plans
 from octavo.compiler.report import mesh_text, plan_table, seconds_line
 
-NUMBERS = ("ep", "tp", "dp", "redundant_experts")
-
 
 @dataclass(frozen=True)
 class Choices:
@@ -89,20 +87,3 @@ def _read(path: Path) -> dict[str, Any]:
         raise OptionError(f"{path}: expected the entries of a configuration, got {type(found).__name__}")
     # The meta device has no codes to decode: what is planned is quantised by --quantize.
     return {name: value for name, value in found.items() if name != "quantization_config"}
-
-
-def parallel_of(text: str) -> Parallel:
-    """`ep=8,dp=8,wire=nvfp4` -> Parallel. Raises OptionError, naming the entry."""
-    given: dict[str, Any] = {}
-    for entry in filter(None, text.split(",")):
-        name, _, value = entry.partition("=")
-        if name in NUMBERS and value.isdecimal():
-            given[name] = int(value)
-        elif name == "wire" and value:
-            given[name] = value
-        else:
-            raise OptionError(
-                f"--parallel: expected entries such as ep=8, of {', '.join((*NUMBERS, 'wire'))}, got {entry!r} in "
-                f"{text!r}"
-            )
-    return Parallel(**given)

@@ -15,7 +15,7 @@ from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.errors import OptionError
 from octavo.compiler.models import LoadedModel, load_model
-from octavo.compiler.options import CarveConfig, DType, QuantConfig, Verify
+from octavo.compiler.options import ONE_RANK, CarveConfig, DType, Parallel, QuantConfig, Verify
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quant_options import quant_config
 from octavo.compiler.report import seconds_line, size_text
@@ -44,6 +44,7 @@ class Choices:
     calibration: Path | None = None
     deterministic: bool | None = None
     carve: CarveConfig | None = None
+    parallel: Parallel | None = None
 
 
 def run(choices: Choices) -> None:
@@ -79,6 +80,7 @@ def _compile(choices: Choices, model: str) -> Path:
         calibration=text,
         deterministic=bool(choices.deterministic),
         carve=choices.carve,
+        parallel=choices.parallel or ONE_RANK,
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
@@ -99,7 +101,7 @@ def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> Quant
 
 def _resume(choices: Choices) -> Path:
     path = Path(str(choices.resume_from))
-    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic", "carve"):
+    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic", "carve", "parallel"):
         if getattr(choices, name) is not None:
             raise OptionError(
                 f"{name}: expected none with --from, as the graph already has it; compile MODEL again"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.compiler.models import load_model as load_model
     from octavo.compiler.options import CarveConfig as CarveConfig
     from octavo.compiler.options import CompileOptions as CompileOptions
+    from octavo.compiler.options import Parallel as Parallel
     from octavo.compiler.options import QuantConfig as QuantConfig
     from octavo.compiler.resume import resume as resume
     from octavo.runtime.sampling_params import SamplingParams as SamplingParams
@@ -31,6 +32,7 @@ _HOME = {
     "resume": "octavo.compiler.resume",
     "CarveConfig": "octavo.compiler.options",
     "CompileOptions": "octavo.compiler.options",
+    "Parallel": "octavo.compiler.options",
     "QuantConfig": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.sampling_params",
     "Structured": "octavo.runtime.sampling_params",
@@ -38,8 +40,8 @@ _HOME = {
 }
 
 __all__ = [
-    "CarveConfig", "CompileOptions", "Compiled", "QuantConfig", "SamplingParams", "Structured", "__version__",
-    "backend_report", "check", "compile", "errors", "load", "load_model", "resume",
+    "CarveConfig", "CompileOptions", "Compiled", "Parallel", "QuantConfig", "SamplingParams", "Structured",
+    "__version__", "backend_report", "check", "compile", "errors", "load", "load_model", "resume",
 ]  # fmt: skip
 
 __version__ = VERSION

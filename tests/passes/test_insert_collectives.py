@@ -1,6 +1,7 @@
 """Which collectives come where; what a rank's reshapes and counts become; graphs that no collective mends."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def lose(graph_module: GraphModule, name: str) -> None:
         ("mixtral", {"tp": 2}, "octavo::all_gather"),
     ],
 )
-def test_a_graph_that_lost_a_collective_is_refused(name: str, sizes: dict[str, int], lost: str) -> None:
+def test_a_graph_that_lost_a_collective_is_refused(name: str, sizes: dict[str, Any], lost: str) -> None:
     graph_module = spread(name, **sizes)
     mesh = Parallel(**sizes).mesh
     check_placements(graph_module, mesh, after="test")

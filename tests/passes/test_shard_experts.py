@@ -47,11 +47,12 @@ def test_the_mixture_asks_with_the_numbers_of_the_table() -> None:
     given = named_arguments(mixture)
     assert op(given["experts"]) == "octavo::map_experts"
     assert {
-        tuple(given[n].meta["val"].shape)[0] for n in ("gate_up", "gate_up_bias", "down", "down_bias")
+        given[n].meta["val"].shape[0] for n in ("gate_up", "gate_up_bias", "down", "down_bias")
     } == {1}
     weights = graph_module.meta["expert_layers"][0].weights
     assert [n.rpartition(".")[2] for n in weights] == [
-        "experts_gate_up_proj_cat_2", "experts_gate_up_proj_bias_cat_3", "experts_down_proj_permute_7", "down_proj_bias",
+        "experts_gate_up_proj_cat_2", "experts_gate_up_proj_bias_cat_3", "experts_down_proj_permute_7",
+        "down_proj_bias",
     ]  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from octavo.passes.sharding import by_coordinate, own_copy, piece, placement_of,
 
 def weight(graph_module: GraphModule, ending: str) -> Node:
     nodes = graph_module.graph.find_nodes(op="get_attr")
-    return next(n for n in nodes if str(n.target).endswith(ending))
+    found: list[Node] = [n for n in nodes if str(n.target).endswith(ending)]
+    return found[0]
 
 
 def test_a_piece_is_its_ranges_in_order_and_a_view_where_it_is_one() -> None:

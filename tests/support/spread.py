@@ -1,6 +1,7 @@
 """Lowered graphs of tiny models, and the graphs that their ranks run. Lowering is slow, so each is lowered once."""
 
 import functools
+from typing import Any
 
 import torch
 import zoo
@@ -28,7 +29,7 @@ def lowered(name: str) -> GraphModule:
     return copy_graph(_lowered(name))
 
 
-def spread(name: str, **sizes: int) -> GraphModule:
+def spread(name: str, **sizes: Any) -> GraphModule:
     """The graph of every rank; not proven."""
     graph_module = lowered(name)
     parallelize(graph_module, Parallel(**sizes), PAGE_SIZE, whole=None)
@@ -46,10 +47,11 @@ def prefill(graph_module: GraphModule, ids: list[int], row_ranks: Tensor | None 
         "cu_seqlens_q": torch.tensor([0, count] if count else [0], dtype=torch.int32),
         "logit_rows": torch.arange(count), "row_ranks": row_ranks,
     }  # fmt: skip
-    inputs = {}
+    inputs: dict[str, Tensor] = {}
     for node in graph_module.graph.find_nodes(op="placeholder"):
-        if node.name in given:
-            inputs[node.name] = given[node.name]
+        value = given.get(node.name)
+        if value is not None:
+            inputs[node.name] = value
         else:
             shape = node.meta["val"].shape
             inputs[node.name] = torch.zeros(pages + 1, *(int(d) for d in shape[1:]), dtype=torch.float64)

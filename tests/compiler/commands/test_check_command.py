@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from octavo.compiler.commands.check import config_of, parallel_of
+from octavo.compiler.commands.check import config_of
 from octavo.compiler.errors import OptionError
-from octavo.compiler.options import Parallel
+from octavo.compiler.options import Parallel, parallel_of
 
 Run = Callable[..., tuple[int, str, str]]
 LLAMA = {
