@@ -1,6 +1,7 @@
 """An artifact that was opened: generate text, save it, read its report. Loads no torch unless it must."""
 
 import functools
+import os
 import shutil
 import tempfile
 import warnings
@@ -13,8 +14,10 @@ from octavo.compiler.artifact import Artifact
 from octavo.compiler.chat import Message, encode_chat
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.report import Report
+from octavo.runtime.distributed_engine import DistributedEngine
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.open_ranks import TIMEOUT_S, open_ranks
 from octavo.runtime.open_runner import is_for_gpu, open_runner
 from octavo.runtime.request import Completion, Token
 from octavo.runtime.sampling_params import SamplingParams
@@ -33,7 +36,7 @@ class Compiled:
 
     def __init__(self, artifact: Artifact) -> None:
         self.artifact = artifact
-        self._engine: Engine | None = None
+        self._engine: Engine | DistributedEngine | None = None
         self.seconds: dict[str, float] = {}  # of each phase of the compilation that made it, if one did
 
     @property
@@ -51,11 +54,14 @@ class Compiled:
         """What runs a step: the GPU's kernels or the host program, or the eager references where it cannot be built.
 
         gpu_options  those of `open_runner`: max_requests, max_batch_tokens, graphs
-        An artifact for several ranks runs all of them here, one after another: to look at, not to be fast.
+        An artifact for several ranks runs all of them here, one after another: to look at, not to be fast. See
+        `distributed_engine` for ranks that are processes.
         """
         mesh = self.artifact.program.mesh
         if mesh.world > 1 and not is_for_gpu(self.artifact):
-            simulated: Any = import_module("octavo.compiler.simulated_runner")  # needs torch, as collectives do
+            simulated: Any = import_module(
+                "octavo.compiler.simulated_runner"
+            )  # needs torch, as collectives do
             ranks: ModelRunner = simulated.SimulatedRunner(self.artifact, num_pages, num_threads)
             return ranks
         try:
@@ -81,10 +87,39 @@ class Compiled:
             chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, seed=seed,
         )  # fmt: skip
 
+    def distributed_engine(
+        self, group: Any = None, *, dispatcher: str | None = None, timeout_s: float = TIMEOUT_S,
+        num_pages: int | None = None, num_host_pages: int = 0, num_threads: int | None = None,
+        max_requests: int = 64, max_batch_tokens: int | None = None, chunked_prefill: bool = True,
+        prefix_caching: bool = True, seed: int | None = None,
+    ) -> DistributedEngine:  # fmt: skip
+        """This rank's part of an engine over all ranks of the artifact. Each calls it, and then what rank 0 calls.
+
+        group       a torch.distributed ProcessGroup of as many processes; None: those that torchrun started
+        dispatcher  how tokens travel to experts: "all_to_all" (the default), "padded" (no size depends on where they
+                    go) or "all_gather"; results are equal
+        timeout_s   longest that a rank waits for another in a step; a lost one is named in a RankError
+        """
+
+        def make_engine(runner: ModelRunner) -> Engine:
+            return Engine(
+                runner, self.artifact.model, self.tokenizer, max_requests=max_requests,
+                max_batch_tokens=max_batch_tokens, chunked_prefill=chunked_prefill,
+                prefix_caching=prefix_caching, seed=seed,
+            )  # fmt: skip
+
+        return open_ranks(
+            self.artifact, make_engine, group=group, dispatcher=dispatcher, timeout_s=timeout_s,
+            num_pages=num_pages, num_threads=num_threads, num_host_pages=num_host_pages,
+        )  # fmt: skip
+
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Answers in the order of the prompts (text or token ids). Greedy unless `params` say otherwise."""
+        """Answers in the order of the prompts (text or token ids). Greedy unless `params` say otherwise.
+
+        Under torchrun, an artifact for several ranks runs on these: every rank calls it, with the prompts of rank 0.
+        """
         return self._own_engine().generate(prompts, params)
 
     def stream(
@@ -101,9 +136,10 @@ class Compiled:
         """Token ids of a conversation. variables: what else the template reads. Raises RequestError."""
         return encode_chat(self.artifact, self.tokenizer, messages, **variables)
 
-    def _own_engine(self) -> Engine:
+    def _own_engine(self) -> Engine | DistributedEngine:
         if self._engine is None:
-            self._engine = self.engine()
+            on_ranks = self.artifact.program.mesh.world > 1 and "TORCHELASTIC_RUN_ID" in os.environ
+            self._engine = self.distributed_engine() if on_ranks else self.engine()
         return self._engine
 
     def save(self, path: Path | str) -> Path:

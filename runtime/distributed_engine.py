@@ -1,7 +1,7 @@
 """An engine over the ranks of a mesh: each rank calls what it would call alone, and rank 0 says what is done."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -42,6 +42,8 @@ class Peers(World, Protocol):
 
     def close(self) -> None: ...
 
+    def explaining_termination(self) -> AbstractContextManager[None]: ...
+
 
 class DistributedEngine:
     """Serves requests over all ranks. Every rank makes one, and then makes the same calls as rank 0, or `serve`s.
@@ -68,6 +70,10 @@ class DistributedEngine:
     @property
     def rank(self) -> int:
         return self.ranks.rank
+
+    def explaining_termination(self) -> AbstractContextManager[None]:
+        """In the main thread: where torchrun ends this rank as another is lost, a RankError says which."""
+        return self.ranks.explaining_termination()
 
     def generate(self, prompts: Prompts = (), params: Params = None) -> list[Completion]:
         """Answers to the prompts of rank 0, in their order, on every rank."""

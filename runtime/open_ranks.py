@@ -21,14 +21,14 @@ TIMEOUT_S = 20.0
 
 def open_ranks(
     artifact: Artifact, make_engine: Callable[[ModelRunner], Engine], *, group: Any = None,
-    dispatcher: str = DEFAULT_DISPATCHER, timeout_s: float = TIMEOUT_S, num_pages: int | None = None,
+    dispatcher: str | None = None, timeout_s: float = TIMEOUT_S, num_pages: int | None = None,
     num_threads: int | None = None, num_host_pages: int = 0,
 ) -> DistributedEngine:  # fmt: skip
     """Every rank calls it. Returns when all ranks are there and hold their weights.
 
     make_engine  the engine of a leader, over a runner
     group        a ProcessGroup of as many processes as the artifact has ranks; None: those that torchrun started
-    dispatcher   how tokens travel to experts: "all_to_all", "padded", "all_gather"
+    dispatcher   how tokens travel to experts: "all_to_all" (None), "padded", "all_gather"
     timeout_s    longest that a rank waits for another in a step
     num_pages    None: what this machine's memory is enough for, shared by its ranks
     num_threads  None: the cores of this machine, shared by its ranks
@@ -42,6 +42,11 @@ def open_ranks(
     torch_parts: Any = import_module("octavo.runtime.process_group")
     dispatchers: Any = import_module("octavo.runtime.dispatchers")
     collectives: Any = import_module("octavo.runtime.collectives")
+    if dispatcher is not None and artifact.program.mesh.dp == 1:
+        raise OptionError(
+            f"dispatcher: no tokens travel, as all ranks see the same ({artifact.program.mesh}); leave it out"
+        )
+    dispatcher = dispatcher or DEFAULT_DISPATCHER
     if dispatcher not in dispatchers.DISPATCHERS:
         raise OptionError(
             f"dispatcher: expected one of {', '.join(dispatchers.DISPATCHERS)}, got {dispatcher!r}"

@@ -5,6 +5,7 @@ the mesh's axes are Ranks' own (Gloo for memory of this machine, NCCL for that o
 which groups a process made before.
 """
 
+import atexit
 import json
 import math
 import os
@@ -156,6 +157,8 @@ class Ranks:
         first = self.rank - self.rank % (mesh.ep * mesh.tp)
         self.replica = AxisGroup(self, "ep and tp", range(first, first + mesh.ep * mesh.tp))
         self.all = AxisGroup(self, "all ranks", range(mesh.world))
+        # Threads of Gloo let go of tensors, which they cannot while the interpreter is taken down.
+        atexit.register(self.close)
 
     @property
     def dp(self) -> AxisGroup:
@@ -228,6 +231,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the groups."""
+        atexit.unregister(self.close)
         self._beats.set()
         for group in (*self.axes.values(), self.replica, self.all):
             group.close()

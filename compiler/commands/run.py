@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from rich.console import Console
 
 from octavo.compiler.chat import encode_chat, load_chat_template
 from octavo.compiler.commands.live_stats import LiveStats
-from octavo.compiler.compiled import load
+from octavo.compiler.compiled import Compiled, load
 from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
+from octavo.runtime.distributed_engine import DistributedEngine
+from octavo.runtime.engine import Engine
 from octavo.runtime.request import Token
 from octavo.runtime.sampling_params import SamplingParams, Structured
 
@@ -26,7 +28,11 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user chose. prompt None: standard input, or a dialogue where that is a terminal."""
+    """What the user chose. prompt None: standard input, or a dialogue where that is a terminal.
+
+    dispatcher  of an artifact for several ranks
+    began       seconds of the clock when the command did
+    """
 
     artifact: Path
     prompt: str | None
@@ -35,6 +41,8 @@ class Choices:
     system: str | None
     params: SamplingParams
     stats: bool
+    dispatcher: str | None = None
+    began: float = field(default_factory=time.perf_counter)
 
 
 def read_structured(json_schema: Path | None, regex: str | None) -> Structured | None:
@@ -55,7 +63,29 @@ def run(choices: Choices) -> None:
     """Answer the prompt, the prompts of a file, or what a user types."""
     if choices.prompt is not None and choices.prompts_file is not None:
         raise OptionError("prompt: expected PROMPT or --prompts-file, got both")
-    session = Session(choices)
+    compiled = load(choices.artifact)
+    if compiled.artifact.program.mesh.world == 1:
+        if choices.dispatcher is not None:
+            raise OptionError(
+                f"dispatcher: expected an artifact for several ranks, got {choices.artifact}; leave it out"
+            )
+        answer(choices, Session(choices, compiled, compiled.engine()))
+        return
+    engine = compiled.distributed_engine(dispatcher=choices.dispatcher)
+    with engine.explaining_termination():
+        if engine.rank != 0:
+            engine.serve()
+            return
+        try:
+            answer(choices, Session(choices, compiled, engine))
+        except (OptionError, RequestError):
+            engine.close()  # the other ranks did nothing wrong
+            raise
+        engine.close()
+
+
+def answer(choices: Choices, session: "Session") -> None:
+    """As `run`, once all is loaded."""
     try:
         if choices.prompts_file is not None:
             session.answer_file(choices.prompts_file)
@@ -75,19 +105,23 @@ def run(choices: Choices) -> None:
 
 
 class Session:
-    """A loaded artifact, how prompts become token ids, and what was measured."""
+    """A loaded artifact, how prompts become token ids, and what was measured.
 
-    def __init__(self, choices: Choices) -> None:
-        began = time.perf_counter()
-        compiled = load(choices.artifact)
+    engine  of this process, or of all ranks; figures are of this one's part
+    """
+
+    def __init__(self, choices: Choices, compiled: Compiled, engine: Engine | DistributedEngine) -> None:
         self.artifact, self.tokenizer = compiled.artifact, compiled.tokenizer
         self.is_chat = self._is_chat(choices)
         self.system = [{"role": "system", "content": choices.system}] if choices.system is not None else []
         self.params = choices.params
-        self.engine = compiled.engine()
-        self.live = LiveStats(self.engine, choices.stats)
+        self.engine = engine
+        own = engine if isinstance(engine, Engine) else engine.engine
+        assert own is not None, "rank 0 leads"
+        self.figures = own.stats
+        self.live = LiveStats(own, choices.stats)
         self.shows_bars = False if choices.stats else None  # figures take their place
-        self.load_s = time.perf_counter() - began
+        self.load_s = time.perf_counter() - choices.began
         self.prefill_s = self.decode_s = 0.0
         self.num_decoded = 0
 
@@ -216,7 +250,7 @@ class Session:
 
     def stats(self) -> str:
         """Times of this run. tokens/s counts what came after an answer's first token, of a whole batch."""
-        num_prompt, num_generated = self.engine.stats.prompt_tokens, self.engine.stats.generated_tokens
+        num_prompt, num_generated = self.figures.prompt_tokens, self.figures.generated_tokens
         rate = f", {self.num_decoded / self.decode_s:.1f} tokens/s" if self.num_decoded else ""
         return (
             f"load {self.load_s:.2f} s; {num_prompt} prompt tokens, first token after "
