@@ -32,7 +32,7 @@ def check(
     print(octavo.check(model))
     print(octavo.check(model, "b200", quantize="nvfp4", parallel=[Parallel(ep=n, dp=n) for n in (8, 32, 72)]))
 
-    parallel  plan what a rank of each mesh would hold and send, and whether that fits the target, a GPU: see
+    parallel  plan what a rank of each mesh would hold and send, and whether that fits the target's memory: see
               compiler/rank_plan.py, and "plans" in the report's data
     quantize  of the plans; nothing is proven of it, as there are no values to quantise. It does not change the checks
 
@@ -47,10 +47,9 @@ def check(
     parallels = (parallel,) if isinstance(parallel, Parallel) else tuple(parallel)
     for one in parallels:
         check_options(replace(options, parallel=one))
-    if parallels:
-        check_planned(chosen, options.quantize)
     if options.quantize is not None:
         check_target(options.quantize.mode, chosen)
+        check_planned(options.quantize)
     with progress_bars(progress) as bars:
         bars("capture")("torch.export", 0, 1)
         captured = capture(with_dtype(model, options.dtype))

@@ -312,13 +312,9 @@ def chance_of_any(count: int, of: int, drawn: int) -> float:
     return 1.0 - math.comb(of - count, drawn) / math.comb(of, drawn)
 
 
-def check_planned(target: Target, config: QuantConfig | None) -> None:
-    """Raises OptionError where nothing can be planned."""
-    if target.family == "cpp":
-        raise OptionError(
-            f"parallel: expected a GPU as the target of a plan, got {target.name}; `octavo targets` lists them"
-        )
-    if config is not None and config.is_auto:
+def check_planned(config: QuantConfig) -> None:
+    """Raises OptionError for formats that are not known without values."""
+    if config.is_auto:
         raise OptionError(
             f"quantize: mode {config.mode!r} chooses formats by what weights do, and a plan does not look at values; "
             "choose nvfp4, nvfp4_weight_only or fp8"
