@@ -18,6 +18,7 @@ from torch.utils._sympy.functions import FloorDiv
 import octavo.compiler.ops  # noqa: F401  (registers the ops that IN_PLACE names)
 from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph, makes_logits
 from octavo.compiler.errors import IllegalGraphError
+from octavo.compiler.legality import COLLECTIVES, op
 from octavo.compiler.program import ITEM_BYTES
 
 ALIGNMENT = 64
@@ -168,7 +169,18 @@ def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
             owned[node] = (owned[source][node.args[1]],)
         else:
             owned[node] = _results(node, index, rows)
+    _keep_for_counting(graph, owned)
     return owned
+
+
+def _keep_for_counting(graph: fx.Graph, owned: Mapping[fx.Node, tuple[_Value, ...]]) -> None:
+    """Which experts tokens go to is there until the next collective: between kernels a runner may count them."""
+    nodes = list(graph.nodes)
+    collectives = [index for index, node in enumerate(nodes) if op(node) in COLLECTIVES]
+    for index, node in enumerate(nodes):
+        if op(node) == "octavo::map_experts":
+            (value,) = owned[node]
+            value.last = max(value.last, next((c for c in collectives if c > index), value.last))
 
 
 def _results(node: fx.Node, index: int, rows: Mapping[sympy.Symbol, str]) -> tuple[_Value, ...]:

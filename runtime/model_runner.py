@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, ToolchainError
+from octavo.compiler.expert_placement import ExpertPlacement
 from octavo.compiler.expression import evaluate
 from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
 from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program, Step
 from octavo.runtime.batch import Batch
+from octavo.runtime.expert_layers import ExpertLoads, placed_weights
 from octavo.runtime.page_moves import HostPages, Move
-from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region
+from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region, array_of
 
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
@@ -118,6 +120,8 @@ class NativeRunner:
         self._pages = HostPages(pages, num_host_pages)
         self._logits = aligned_zeros(ALIGNMENT)
         self._workspace = aligned_zeros(ALIGNMENT)
+        self._artifact = artifact
+        self._loads: ExpertLoads | None = None
 
     def _allocate(self, artifact: Artifact, buffers: list[Buffer]) -> dict[str, NDArray[Any]]:
         """Weights as they are mapped, and zeroed pages."""
@@ -146,9 +150,31 @@ class NativeRunner:
         self.run_segment(0)
         for segment, step in enumerate(collectives, 1):
             assert self.collectives is not None
+            if self._loads is not None:
+                self._loads.see(segment - 1, lambda name: array_of(self._region(name)))
             self.collectives.run(step, *self.regions(step))
             self.run_segment(segment)
         return self.logits()
+
+    def count_experts(self, is_on: bool = True) -> None:
+        """Count from now on how many tokens each expert gets, or stop."""
+        self._loads = ExpertLoads(self.program) if is_on else None
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        """Tokens of each layer's experts since count_experts (layers, E), as this rank answers for them."""
+        if self._loads is None:
+            raise ExecutionError("expert_loads: expected count_experts before the steps, got none")
+        return self._loads.counts.copy()
+
+    def place_experts(self, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None = None) -> None:
+        """Hold other experts from the next step on, by layer; every rank is given the same. Outputs stay as they are,
+        within what another order of the sum over ranks makes of them. ExecutionError if there is no room for one.
+        """
+        for name, piece in placed_weights(self._artifact, self.rank, placements, loads).items():
+            memory = aligned_zeros(piece.nbytes)
+            memory[: piece.nbytes] = piece.reshape(-1).view(np.uint8)
+            self._memory[name] = memory
+            self._pointers[self._place[name]] = memory.ctypes.data
 
     def begin(self, batch: Batch) -> None:
         """Take a step's inputs and make room for it; its segments may then run."""

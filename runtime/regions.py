@@ -1,10 +1,17 @@
 """Memory of a step that a collective reads or fills, and who runs collectives. Knows no torch."""
 
+import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from octavo.compiler.program import Step
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.compiler.program import ITEM_BYTES, Step
+
+NUMPY = {"fp32": np.float32, "fp16": np.float16, "u8": np.uint8, "i32": np.int32, "i64": np.int64}
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,13 @@ class Region:
     shape: tuple[int, ...]
     address: int
     device: str = "cpu"
+
+
+def array_of(region: Region) -> NDArray[Any]:
+    """A view of memory of this machine, of a dtype that numpy has."""
+    count = math.prod(region.shape)
+    memory = (ctypes.c_uint8 * (count * ITEM_BYTES[region.dtype])).from_address(region.address)
+    return np.frombuffer(memory, NUMPY[region.dtype], count).reshape(region.shape)
 
 
 class Collectives(Protocol):

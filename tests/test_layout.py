@@ -26,6 +26,7 @@ MAX_FUNCTION_LINES = 80
 RUNTIME_MAY_IMPORT = {
     "octavo.compiler.version",
     "octavo.compiler.errors",
+    "octavo.compiler.expert_placement",
     "octavo.compiler.expression",
     "octavo.compiler.host",
     "octavo.compiler.mesh",

@@ -200,6 +200,35 @@ def test_views_and_items_share_memory() -> None:
     assert leaves_graph(logits) and "buffer" not in logits.meta and "buffer" not in shown.meta
 
 
+def test_numbers_of_experts_are_there_until_the_next_collective() -> None:
+    g = LoweredGraph()
+    x = g.call("embedding", g.input("input_ids"), g.weight("table", torch.zeros(3, 96)))
+    routed = g.call(
+        "router",
+        g.call("linear", x, g.weight("gate", torch.zeros(8, 96))),
+        None,
+        6,
+        "softmax",
+        False,
+        1,
+        1,
+        "max",
+        1.0,
+    )
+    weights, experts = (g.function(operator.getitem, routed, i) for i in range(2))
+    local = g.call("map_experts", experts, g.weight("places", torch.zeros(8, dtype=torch.int64)))
+    given = [g.weight("up", torch.zeros(4, 64, 96)), None, g.weight("down", torch.zeros(4, 96, 32)), None]
+    part = g.call("moe", x, local, weights, *given, "silu", 0.0, 0.0)
+    later = [g.call("linear", part, g.weight(f"w{i}", torch.zeros(12, 96))) for i in range(12)]
+    total = later[0]
+    for each in later[1:]:  # all of them live at once, each as large as the numbers
+        total = g.call("add", total, each)
+    whole = g.call("all_reduce", total, "ep")
+    plan_memory(g.finish(g.call("linear", whole, g.weight("head", torch.zeros(7, 12)))).graph)
+    for node in later:
+        assert set(lines(placements(local)[0], 3)).isdisjoint(lines(placements(node)[0], 3)), node
+
+
 def layers(count: int) -> fx.Graph:
     """Residual blocks: their memory must not grow with their number."""
     g = LoweredGraph()
