@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from octavo.compiler.errors import CaptureError
+from octavo.compiler.few_experts import experts_apart
 from octavo.compiler.functional import make_functional
 from octavo.compiler.meta_model import has_values, on_cpu
 from octavo.compiler.origin import where
@@ -54,10 +55,10 @@ def capture(model: nn.Module) -> Captured:
     library = _library(model)
     with _evaluating(model):
         if library is None:
-            graph_module = _export(_Wrapped(model, _signature(model)))
+            graph_module = _export_experts(model, _signature(model))
             return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
         with library.layers_as_ops(model):
-            graph_module = _export(_Wrapped(model, library.call), library.explanation)
+            graph_module = _export_experts(model, library.call, library.explanation)
         if has_values(model):
             library.require_positions_from_zero(model)
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
@@ -130,6 +131,21 @@ def _signature(model: nn.Module) -> Caller:
         return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
 
     return call
+
+
+def _export_experts(
+    model: nn.Module, caller: Caller, explain: Callable[[Exception], str | None] = lambda _: None
+) -> GraphModule:
+    """Export with loops over experts recorded, and with one weight in place of those of equal experts."""
+    with experts_apart(model) as experts:
+
+        def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            with experts.loops():
+                return caller(module, input_ids, position_ids)
+
+        graph_module = _export(_Wrapped(model, call), explain)
+    experts.put_together(graph_module)
+    return graph_module
 
 
 def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lambda _: None) -> GraphModule:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from octavo.passes.classify_mask import SHAPES_ONLY
 from octavo.passes.pattern import aten
 from octavo.passes.probe_moe import Reading, Refused, Region, matrix_sizes, read
 from octavo.passes.rewrite import Builder, collect, replace
@@ -19,6 +20,7 @@ from octavo.passes.rule import PassReport
 from octavo.passes.weights_of_experts import Unselected, Weighting, weighting
 
 octavo = torch.ops.octavo
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 MOST_ENDS = 12  # values of one row a token that are tried as a region's result
 IGNORED = ("octavo", "convolution", "conv1d", "embedding")
 
@@ -63,12 +65,12 @@ def _is_stack(node: Node) -> bool:
 def _fuse(graph_module: GraphModule, region: Region) -> Any:
     reading = read(graph_module, region)
     weights = weighting(region) if region.of_all else Weighting(region.weights)
-    inputs = [region.x, *weights.inputs(region.experts), *region.stacks, *_sizes(region.others)]
+    inputs = [region.x, *weights.inputs(region.experts), *region.stacks, *_values(region.others)]
     return replace(graph_module, [region.root], _build(region, reading, weights), inputs)
 
 
-def _sizes(nodes: Sequence[Node]) -> list[Node]:
-    return [n for n in nodes if isinstance(n.meta["val"], torch.SymInt)]
+def _values(nodes: Sequence[Node]) -> list[Node]:
+    return [n for n in nodes if n.op != "get_attr"]
 
 
 def _build(region: Region, reading: Reading, weights: Weighting) -> Callable[[Builder], list[Node]]:
@@ -131,7 +133,7 @@ def _regions(graph_module: GraphModule, stack: Node) -> Iterator[Region]:
         if not _has_rows(end, length):
             continue
         tried += 1
-        yield from _regions_to(end, length, sizes, derived)
+        yield from _regions_to(_added_to_zeros(end), length, sizes, derived)
         if tried == MOST_ENDS:
             return
 
@@ -154,6 +156,17 @@ def _ends(stack: Node, derived: set[Node]) -> Iterator[Node]:
             if list(open_uses) == [node]:
                 yield node
         node = node.next
+
+
+def _added_to_zeros(node: Node) -> Node:
+    """The last sum of `node` and zeros, which loops start from."""
+    users = list(node.users)
+    while len(users) == 1 and users[0].target is aten.add.Tensor and not users[0].kwargs:
+        others = [n for n in users[0].args if n is not node]
+        if len(others) != 1 or getattr(others[0], "target", None) not in ZEROS:
+            break
+        node, users = users[0], list(users[0].users)
+    return node
 
 
 def _has_rows(node: Node, length: Any, width: int | None = None) -> bool:
@@ -189,22 +202,36 @@ def _between(
     before = [n for n in reversed(inner) if n not in derived]
     for width, of_all in ((widths[0], False), (widths[1], True)):
         for weights in [n for n in before if _has_rows(n, length, width)]:
-            for x in [n for n in before if n is not weights and _has_rows(n, length)]:
-                leaves = collect([end], [*sizes, experts, weights, x])[0]
-                region = _region(end, x, experts, weights, of_all, leaves, widths[1])
+            stop = [*sizes, experts, weights]
+            shapes = _read_for_shape(collect([end], stop)[1])
+            for x in [n for n in before if n is not weights and n not in shapes and _has_rows(n, length)]:
+                leaves = collect([end], [*stop, *shapes, x])[0]
+                region = _region(end, x, experts, weights, of_all, leaves, widths[1], shapes)
                 if region is not None:
                     yield region
                     break
 
 
+def _read_for_shape(inner: Sequence[Node]) -> list[Node]:
+    """Values of which the others read no more than the shape."""
+    inside = set(inner)
+    sources = dict.fromkeys(n for node in inner if node.target in SHAPES_ONLY for n in node.all_input_nodes)
+    return [
+        n
+        for n in sources
+        if all(user.target in SHAPES_ONLY for user in n.users if user in inside) and n.op != "get_attr"
+    ]
+
+
 def _region(
-    end: Node, x: Node, experts: Node, weights: Node, of_all: bool, leaves: list[Node], count: int
-) -> Region | None:
+    end: Node, x: Node, experts: Node, weights: Node, of_all: bool, leaves: list[Node], count: int,
+    shapes: list[Node],
+) -> Region | None:  # fmt: skip
     """None where the region reads something else, or does not read these."""
     stacks = tuple(n for n in leaves if _is_of_experts(n, count))
     given = {x, weights} if of_all else {x, weights, experts}
     rest = [n for n in leaves if n not in stacks and n not in (x, weights, experts)]
-    if not given <= set(leaves) or not stacks or any(not _is_fixed(n) for n in rest):
+    if not given <= set(leaves) or not stacks or any(not _is_fixed(n) and n not in shapes for n in rest):
         return None
     return Region(end, x, experts, weights, of_all, stacks, tuple(rest))
 

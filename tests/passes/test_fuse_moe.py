@@ -5,52 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from fused import fused
 from mixtures import EXPORTABLE, TOP, Gathered, OneHotEinsum, ScatteredWeights, Stacked
-from models import with_margin
-from stages import BF16, FP32, SETTINGS, calls, count, tokens
+from stages import BF16, FP32, calls, count
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from octavo.compiler.capture import capture
-from octavo.compiler.pipeline import PIPELINE, apply_step
-from octavo.compiler.verify import prove_report
 from octavo.passes.pattern import aten
-from octavo.passes.rule import PassReport
 
 octavo = torch.ops.octavo
 NO_GROUPS = (1, 1, "top2_sum", 1.0)
 EINSUMS = (aten.einsum.default, aten.bmm.default, aten.matmul.default, aten._grouped_mm.default)
-
-
-class Model(nn.Module):
-    """A table, a mixture and a head: all that the pass looks at."""
-
-    def __init__(self, mixture: nn.Module) -> None:
-        super().__init__()
-        self.table, self.mixture = nn.Embedding(96, 64), mixture
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.table(input_ids)
-        return F.linear(x + self.mixture(x), self.table.weight)
-
-
-def fused(
-    make: Callable[[], nn.Module], dtype: torch.dtype = FP32
-) -> tuple[GraphModule, PassReport, PassReport]:
-    """The graph after the routers' pass, and what both passes reported; their sites are proven."""
-    torch.manual_seed(0)
-    model = with_margin(Model(make())).to(dtype)
-    graph_module = capture(model).graph_module
-    end = [step.name for step in PIPELINE].index("fuse_router") + 1
-    reports = [apply_step(step, graph_module, SETTINGS)[0] for step in PIPELINE[:end]][-2:]
-    for report in reports:
-        prove_report(report, {})
-    if dtype is FP32:
-        with torch.no_grad():
-            (result,) = graph_module(tokens(9) % 96, torch.arange(9)[None])
-            assert torch.allclose(result, model(tokens(9) % 96), atol=1e-3, rtol=1e-4)
-    return graph_module, reports[0], reports[1]
 
 
 # name -> (activation, limit, alpha) of the mixture, (scoring, renormalize) of its router
@@ -105,7 +70,8 @@ class HalvesTurned(OneHotEinsum):
 class InTurnUpFirst(Gathered):
     def gate(self, both: Tensor) -> Tensor:
         up, gate = both.unflatten(-1, (-1, 2)).unbind(-1)
-        return F.silu(gate) * up
+        hidden: Tensor = F.silu(gate) * up
+        return hidden
 
 
 @pytest.mark.parametrize("make", [UpFirst, HalvesTurned, InTurnUpFirst])

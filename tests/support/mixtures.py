@@ -13,24 +13,17 @@ WIDTH, EXPERTS, INNER, TOP, VOCAB = 64, 6, 40, 2, 128
 Pair = tuple[Tensor, Tensor]
 
 
-class Stacked(nn.Module):
-    """Experts' weights in stacks; x (T, WIDTH) in and out. Subclasses say how they multiply."""
+class Routed(nn.Module):
+    """A router and rows (T, WIDTH) in and out. Subclasses say how they multiply."""
 
-    def __init__(self, experts: int = EXPERTS, width: int = WIDTH, inner: int = INNER) -> None:
+    def __init__(self, experts: int, width: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
-        self.down = nn.Parameter(torch.empty(experts, width, inner))
-        self.experts = experts
 
     def route(self, x: Tensor) -> Pair:
         """weights and experts (T, TOP)."""
         weights, chosen = torch.topk(self.router(x).softmax(-1, dtype=torch.float32), TOP, dim=-1)
         return (weights / weights.sum(-1, keepdim=True)).to(x.dtype), chosen
-
-    def gate(self, both: Tensor) -> Tensor:
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         raise NotImplementedError
@@ -38,6 +31,20 @@ class Stacked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, x.shape[-1])
         return self.mix(rows, *self.route(rows)).view(x.shape)
+
+
+class Stacked(Routed):
+    """Experts' weights in stacks, gates before ups."""
+
+    def __init__(self, experts: int = EXPERTS, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__(experts, width)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
+        self.experts = experts
+
+    def gate(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class OneHotEinsum(Stacked):
@@ -172,3 +179,156 @@ def mixture_model(
     model = with_margin(MixtureLM(mixture, **changes))
     assert isinstance(model, MixtureLM)
     return copy.deepcopy(model).to(dtype).eval()
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int = WIDTH, inner: int = INNER, bias: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(width, inner, bias=bias) for _ in range(2))
+        self.w2 = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return hidden
+
+
+class Apart(Routed):
+    """A module for each expert, and a loop over them."""
+
+    def __init__(self, experts: int = EXPERTS, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__(experts, width)
+        self.experts = nn.ModuleList(Expert(width, inner) for _ in range(experts))
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MixtralLoop(Apart):
+    """The expert mask of one-hot rows, (E, K, T), and index_add_."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for number in range(len(self.experts)):
+            expert = self.experts[number]
+            slot, token = torch.where(mask[number])
+            rows = x[None, token].reshape(-1, x.shape[-1])
+            made = expert(rows) * weights[token, slot, None]
+            result.index_add_(0, token, made.to(x.dtype))
+        return result
+
+
+class HitLoop(MixtralLoop):
+    """Only experts that some token chose."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for number in hit:
+            slot, token = torch.where(mask[number].squeeze(0))
+            made = self.experts[number](x[token]) * weights[token, slot, None]
+            result.index_add_(0, token, made.to(x.dtype))
+        return result
+
+
+class DeepSeekLoop(Apart):
+    """Comparisons, counts, `continue`, and sums into indexed rows."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            if token.numel() == 0:
+                continue
+            result[token] += expert(x[token]) * weights[token, slot, None]
+        return result
+
+
+class NonzeroLoop(Apart):
+    """Weights of one expert of all tokens, tokens by nonzero."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        shares = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter_(1, chosen, weights)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token = (chosen == number).any(dim=-1).nonzero().squeeze(-1)
+            if token.shape[0] > 0:
+                made = expert(x[token]) * shares[token, number].unsqueeze(-1)
+                result = result.index_add(0, token, made)
+        return result
+
+
+class MaskLoop(Apart):
+    """Boolean masks as an index; the experts see (1, T, WIDTH)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x)
+        shares = torch.zeros_like(self.router(x)).scatter(-1, chosen, weights)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (chosen == number).any(dim=-1)
+            if mask.any():
+                made = expert(x[mask]) * shares[mask, number].unsqueeze(1)
+                result[mask] += made
+        return result
+
+
+class RepeatedLoop(Apart):
+    """Every slot a row: tokens repeated, rows overwritten, and summed by slot."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        rows, flat = x.repeat_interleave(TOP, dim=0), chosen.view(-1)
+        made = torch.empty_like(rows)
+        for number, expert in enumerate(self.experts):
+            made[flat == number] = expert(rows[flat == number])
+        return (made.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class DenseLoop(Apart):
+    """Every expert of every token, weighted."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        shares = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype).scatter(1, chosen, weights)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            result = result + expert(x) * shares[:, number, None]
+        return result
+
+
+class StackOfOutputs(Apart):
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        made = torch.stack([expert(x) for expert in self.experts], dim=1)
+        return (made.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])) * weights[..., None]).sum(1)
+
+
+class StackedLoop(Stacked):
+    """Stacked weights, functional experts."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in range(self.experts):
+            token, slot = torch.where(chosen == number)
+            hidden = self.gate(F.linear(x[token], self.gate_up[number]))
+            result.index_add_(0, token, F.linear(hidden, self.down[number]) * weights[token, slot, None])
+        return result
+
+
+class GptOssLoop(Gathered):
+    """Weights as (inputs, outputs), biases, clamps in place of a name, and `@`."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in range(self.experts):
+            token, slot = torch.where(chosen == number)
+            both = x[token] @ self.gate_up[number].T + self.gate_up_bias[number]
+            made = self.gate(both) @ self.down[number].T + self.down_bias[number]
+            result.index_add_(0, token, made * weights[token, slot, None])
+        return result
+
+
+LOOPS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": MixtralLoop, "hit": HitLoop, "deepseek": DeepSeekLoop, "nonzero": NonzeroLoop, "mask": MaskLoop,
+    "repeated": RepeatedLoop, "dense": DenseLoop, "stack of outputs": StackOfOutputs, "stacked": StackedLoop,
+    "gpt-oss": GptOssLoop,
+}  # fmt: skip
