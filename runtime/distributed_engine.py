@@ -5,8 +5,12 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.compiler.errors import ExecutionError, RankError, RequestError
-from octavo.runtime.distributed_runner import LeaderRunner, World, follow
+from octavo.compiler.expert_placement import ExpertPlacement
+from octavo.runtime.distributed_runner import LeaderRunner, RankRunner, World, follow
 from octavo.runtime.engine import Engine, Prompt
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.request import Completion, Token
@@ -14,11 +18,11 @@ from octavo.runtime.sampling_params import SamplingParams
 
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Kind = Literal["generate", "stream", "close", "refused"]
+Kind = Literal["generate", "stream", "count_experts", "expert_loads", "place_experts", "close", "refused"]
 
 
 class Call(NamedTuple):
-    """What rank 0 asks of all ranks; given: prompts and their parameters, or why they were refused."""
+    """What rank 0 asks of all ranks. given: prompts and their parameters, why they were refused, or other arguments."""
 
     kind: Kind
     given: Any = None
@@ -55,9 +59,7 @@ class DistributedEngine:
     make_engine  the engine of a leader, over a runner
     """
 
-    def __init__(
-        self, local: ModelRunner, ranks: Peers, make_engine: Callable[[ModelRunner], Engine]
-    ) -> None:
+    def __init__(self, local: RankRunner, ranks: Peers, make_engine: Callable[[ModelRunner], Engine]) -> None:
         self.ranks = ranks
         self._local = local
         self._place = ranks.mesh.coordinates(ranks.rank)["dp"]
@@ -77,15 +79,34 @@ class DistributedEngine:
 
     def generate(self, prompts: Prompts = (), params: Params = None) -> list[Completion]:
         """Answers to the prompts of rank 0, in their order, on every rank."""
-        with self._together("generate", prompts, params) as call:
+        with self._together("generate", lambda: self._checked(prompts, params)) as call:
             return self._generate(*self._share(call))
 
     def stream(self, prompts: Prompts = (), params: Params = None) -> Generator[Token, None, None]:
         """On rank 0 tokens as they come, `Token.index` telling whose; those of other ranks' prompts once all ended.
         Other ranks get none, but read their iterators to the end too.
         """
-        with self._together("stream", prompts, params) as call:
+        with self._together("stream", lambda: self._checked(prompts, params)) as call:
             yield from self._stream(*self._share(call))
+
+    def count_experts(self, is_on: bool = True) -> None:
+        """On every rank: count how many tokens each expert gets from now on, or stop."""
+        with self._together("count_experts", lambda: is_on) as call:
+            self._local.count_experts(call.given)
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        """On every rank: tokens that each expert of each layer got since count_experts (layers, E), of all ranks."""
+        with self._together("expert_loads"):
+            return self._loads()
+
+    def place_experts(self, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None = None) -> None:
+        """On every rank, between calls: hold other experts, as rank 0 says by layer. Outputs stay as they are, within
+        what another order of sums over ranks makes of them.
+
+        loads  by which the holders of an expert share its tokens (layers, E); None: equally
+        """
+        with self._together("place_experts", lambda: (placements, loads)) as call:
+            self._local.place_experts(*call.given)
 
     def serve(self) -> None:
         """Take part in whatever rank 0 does, until it closes."""
@@ -98,6 +119,12 @@ class DistributedEngine:
                 elif call.kind == "stream":
                     for _ in self._stream(*self._share(call)):
                         pass
+                elif call.kind == "count_experts":
+                    self._local.count_experts(call.given)
+                elif call.kind == "expert_loads":
+                    self._loads()
+                elif call.kind == "place_experts":
+                    self._local.place_experts(*call.given)
         self.ranks.close()
 
     def close(self) -> None:
@@ -152,14 +179,22 @@ class DistributedEngine:
         dp = self.ranks.mesh.dp
         return prompts[self._place :: dp], params[self._place :: dp]
 
+    def _loads(self) -> NDArray[np.int64]:
+        parts = self.ranks.all.gather_objects(self._local.expert_loads())
+        total: NDArray[np.int64] = np.sum(parts, 0, np.int64)
+        return total
+
     @contextmanager
-    def _together(self, kind: Kind | None, prompts: Prompts = (), params: Params = None) -> Iterator[Call]:
-        """What rank 0 calls, once all ranks are here. kind: what this rank calls; None: whatever it is. An error of one
-        ends all, but a prompt that cannot run only the call.
+    def _together(self, kind: Kind | None, given: Callable[[], Any] = lambda: None) -> Iterator[Call]:
+        """What rank 0 calls, once all ranks are here. An error of one ends all, but prompts that cannot run only the
+        call.
+
+        kind   what this rank calls; None: whatever rank 0 does
+        given  its arguments, asked for on rank 0
         """
         try:
             self.ranks.meet()
-            mine = self._call(kind, prompts, params) if kind and self.rank == 0 else None
+            mine = self._call(kind, given) if kind and self.rank == 0 else None
             call = self.ranks.all.gather_objects(mine)[0]
             if kind is not None and call.kind == "refused":
                 raise call.given
@@ -172,13 +207,16 @@ class DistributedEngine:
             self.ranks.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _call(self, kind: Kind, prompts: Prompts, params: Params) -> Call:
-        """Of rank 0, with prompts one by one and parameters for each."""
-        assert self.engine is not None, "rank 0 leads"
+    def _call(self, kind: Kind, given: Callable[[], Any]) -> Call:
         try:
-            return Call(kind, self.engine.checked(prompts, params))
+            return Call(kind, given())
         except RequestError as error:
             return Call("refused", error)
+
+    def _checked(self, prompts: Prompts, params: Params) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Prompts one by one, and parameters for each. RequestError if one cannot run."""
+        assert self.engine is not None, "rank 0 leads"
+        return self.engine.checked(prompts, params)
 
 
 def dealt(parts: Sequence[Sequence[Any]]) -> list[Any]:

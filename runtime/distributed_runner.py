@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.compiler.expert_placement import ExpertPlacement
 from octavo.compiler.mesh import Mesh
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import ModelRunner
@@ -62,6 +63,18 @@ class World(Protocol):
 
     @property
     def replica(self) -> Group: ...
+
+
+class RankRunner(ModelRunner, Protocol):
+    """The runner of a rank: model_runner.NativeRunner."""
+
+    def count_experts(self, is_on: bool = True) -> None: ...
+
+    def expert_loads(self) -> NDArray[np.int64]: ...
+
+    def place_experts(
+        self, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None = None
+    ) -> None: ...
 
 
 class LeaderRunner:

@@ -38,13 +38,16 @@ def test_readers_may_take_their_time(greedy: Callable[..., list[int]]) -> None:
 def test_ranks_that_serve(greedy: Callable[..., list[int]]) -> None:
     outcomes = on_processes(4, rank_work.serve, Mesh(dp=2, ep=2), "served")
     assert [each.error for each in outcomes] == [""] * 4
-    first, streamed, answers = outcomes[0].value
+    first, streamed, answers, loads = outcomes[0].value
     assert [token.token_id for token in first] == greedy(PROMPTS[0], 1)
     for place in range(5):
         own = [token.token_id for token in streamed if token.index == place]
         assert own == greedy(PROMPTS[place], 20)
     assert [answer.token_ids for answer in answers] == [tuple(greedy(p, 20)) for p in PROMPTS[:2]]
-    assert outcomes[1].value == outcomes[2].value == outcomes[3].value > 40
+    assert loads == [[1111] * 3] * 2
+    assert outcomes[1].value == outcomes[2].value == outcomes[3].value
+    num_steps, placed = outcomes[1].value
+    assert num_steps > 40 and placed == "['a placement', array([[1., 1.]])]"
 
 
 def test_different_calls_are_an_error_on_all() -> None:

@@ -134,6 +134,18 @@ class CollectiveRunner(FakeRunner):
         super().__init__(num_pages, 4, num_host_pages=4)
         self._ranks = ranks
         self.fail_at: int | None = None
+        self.placed: list[Any] = []
+        self.counting = False
+
+    def count_experts(self, is_on: bool = True) -> None:
+        self.counting = is_on
+
+    def expert_loads(self) -> Any:
+        assert self.counting
+        return np.full((2, 3), 10**self._ranks.rank)
+
+    def place_experts(self, placements: Sequence[Any], loads: Any = None) -> None:
+        self.placed += [*placements, loads]
 
     def run(self, batch: Batch) -> Any:
         if self.fail_at == len(self.batches):
@@ -162,7 +174,7 @@ def serve(rank: int, mesh: Mesh, what: str, timeout_s: float = 20.0) -> Any:
     if what == "served":
         if rank:
             engine.serve()
-            return len(local.batches)
+            return len(local.batches), str(local.placed)
         with suppress(RequestError):
             engine.generate([])
             engine.generate([[99]])
@@ -171,6 +183,10 @@ def serve(rank: int, mesh: Mesh, what: str, timeout_s: float = 20.0) -> Any:
         stream.close()
         answers.append([*engine.stream(prompts, params)])
         answers.append(engine.generate(prompts[:2], params))
+        engine.count_experts()
+        answers.append(engine.expert_loads().tolist())
+        placement: Any = "a placement"
+        engine.place_experts([placement], np.ones((1, 2)))
         engine.close()
         return answers
     if what == "read":
