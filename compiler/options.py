@@ -146,9 +146,9 @@ class CompileOptions:
     dump            directory for the numbered graph dumps, or None
     quantize        what is quantised, or None
     checkpoint      name of the quantised checkpoint whose products and pages are kept; quantize then adds nothing
-    carve           how FFNs are cut into experts, or None
     deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
     parallel        how the program is spread over ranks
+    carve           how FFNs are cut into experts, or None
     """
 
     target: str = "cpu"
