@@ -32,6 +32,7 @@ def test_tables_and_a_picture(run: Run, config: Path) -> None:
     assert "llama: 1 layers" in out and picture.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_json(run: Run, config: Path) -> None:
     code, out, _ = run("check", config.parent, "--parallel", "tp=2", "--json", "--target", "cpu")
     assert code == 0
