@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.compiler.errors import ExecutionError
 from octavo.compiler.program import Step
 from octavo.runtime.dispatchers import NOBODY, Dispatcher, Peers
 from octavo.runtime.regions import Region
@@ -39,6 +38,8 @@ class Collectives:
         """Take part in a step's collective; see regions.Collectives."""
         given = [None if region is None else tensor_of(region) for region in inputs]
         self.run_on(step, given, [tensor_of(region) for region in outputs])
+        if any(region.device == "cuda" for region in outputs):
+            torch.cuda.synchronize()  # the runner's stream is another
 
     def run_on(self, step: Step, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> None:
         """Fill the outputs. Values of tokens are (T, ...), with or without the 1 that graphs have in front."""
@@ -65,6 +66,11 @@ class Collectives:
     def _of_tokens(self) -> Dispatcher:
         assert self._dispatcher is not None, "a program that dispatches needs a dispatcher"
         return self._dispatcher
+
+
+def use_gpu(ordinal: int) -> None:
+    """From here on tensors on "cuda" lie on this GPU of the machine."""
+    torch.cuda.set_device(ordinal)
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -140,14 +146,24 @@ def wanted(experts: Tensor, num_local: int, size: int) -> Tensor:
     return marks.scatter_(1, owner, True)[:, :size]
 
 
+class DeviceBytes:
+    """Memory of a GPU as torch takes it, without a copy."""
+
+    def __init__(self, region: Region) -> None:
+        size = math.prod(region.shape) * DTYPES[region.dtype].itemsize
+        self.__cuda_array_interface__ = {
+            "shape": (size,), "typestr": "|u1", "data": (region.address, False), "version": 3,
+        }  # fmt: skip
+
+
 def tensor_of(region: Region) -> Tensor:
-    """A view of the memory. ExecutionError for that of a GPU."""
-    if region.device != "cpu":
-        raise ExecutionError(f"collectives: expected memory of this machine, got that of {region.device}")
+    """A view of the memory."""
     dtype = DTYPES[region.dtype]
     count = math.prod(region.shape)
     if not count:
-        return torch.empty(region.shape, dtype=dtype)
+        return torch.empty(region.shape, dtype=dtype, device=region.device)
+    if region.device == "cuda":
+        return torch.as_tensor(DeviceBytes(region), device="cuda").view(dtype).view(region.shape)
     memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(region.address)
     return torch.frombuffer(memory, dtype=dtype).view(region.shape)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
 from octavo.compiler.expression import evaluate, holds
-from octavo.compiler.program import DIMS, ITEM_BYTES, input_and_group
+from octavo.compiler.program import DIMS, ITEM_BYTES, Step, input_and_group
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
@@ -21,7 +21,14 @@ from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 from octavo.runtime.cuda_memory import ALIGNMENT, DeviceMemory, Progress, Region, upload_weights
 from octavo.runtime.cuda_pages import DevicePages
 from octavo.runtime.kv_cache import NULL_PAGE
-from octavo.runtime.model_runner import ONE_PAGE, check_page_counts, num_bytes, page_bytes
+from octavo.runtime.model_runner import (
+    ONE_PAGE,
+    check_page_counts,
+    check_rank,
+    num_bytes,
+    page_bytes,
+    weight_piece,
+)
 from octavo.runtime.page_moves import Move
 
 DEFAULT_MAX_REQUESTS = 64
@@ -45,6 +52,7 @@ class CudaRunner:
     max_batch_tokens  most tokens of a step; None: the model's
     graphs            False: launch every kernel of every step. Logits are the same, bit for bit
     driver            None: device 0 of this machine
+    rank              of the program's mesh: which pieces of the weights this runner holds
     progress          called with (weight, bytes copied, bytes in all)
 
     A step of one token for each request is padded to a bucket of requests and of page-table columns, so that few
@@ -55,9 +63,11 @@ class CudaRunner:
     def __init__(
         self, artifact: Artifact, num_pages: int | None = None, *, num_host_pages: int = 0,
         max_requests: int = DEFAULT_MAX_REQUESTS, max_batch_tokens: int | None = None, graphs: bool = True,
-        driver: Driver | None = None, progress: Progress | None = None,
+        driver: Driver | None = None, progress: Progress | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
+        check_rank(artifact, rank)
         self.program = artifact.program
+        self.rank = rank
         self.page_size = artifact.program.page_size
         self.page_windows = artifact.program.page_windows
         self.page_bytes = page_bytes(artifact.program)
@@ -85,8 +95,9 @@ class CudaRunner:
         self._output = self.program.of_kind("output")[0]
         self._inputs = self.program.of_kind("input")
         self.addresses = upload_weights(
-            self._memory, {name: w.array for name, w in artifact.weights.items()}, self._stream, progress
-        )
+            self._memory, {name: weight_piece(artifact, name, rank) for name in artifact.weights}, self._stream,
+            progress,
+        )  # fmt: skip
         self._make_regions(tokens)
         self.num_pages = self._default_num_pages() if num_pages is None else num_pages
         self.num_host_pages = num_host_pages
@@ -182,11 +193,20 @@ class CudaRunner:
         launches = []
         for step in self.program.steps:
             if holds(step.when, dims):
-                arguments = [_argument(argument, places, sizes) for argument in step.args]
-                prepared = self._kernels[step.kernel].prepare(arguments, sizes, step.grid)
+                prepared = self._prepare(step, places, sizes)
                 if prepared is not None:
                     launches.append((step.kernel, prepared))
         return launches
+
+    def _prepare(self, step: Step, places: Mapping[str, int], sizes: Sizes) -> Any:
+        """A launch with its arguments; None where the step has nothing to do."""
+        if step.axis:
+            raise ExecutionError(
+                f"runner: the program is rank {self.rank} of {self.program.mesh.world} ({self.program.mesh}); start "
+                f"all of them: torchrun --nproc-per-node {self.program.mesh.world} -m octavo run ..."
+            )
+        arguments = [_argument(argument, places, sizes) for argument in step.args]
+        return self._kernels[step.kernel].prepare(arguments, sizes, step.grid)
 
     def _places(self, sizes: Sizes) -> dict[str, int]:
         """The address of every buffer in a step of these sizes."""
@@ -302,7 +322,7 @@ def _close(
 def load_kernels(artifact: Artifact, driver: Driver) -> dict[str, Kernel]:
     """Every kernel that the program launches. ArtifactError for one that is missing or for another GPU."""
     kernels = {}
-    for name in dict.fromkeys(step.kernel for step in artifact.program.steps):
+    for name in dict.fromkeys(step.kernel for step in artifact.program.steps if not step.axis):
         where = f"{artifact.path}/kernels/{name}"
         try:
             launch = json.loads(artifact.read(f"kernels/{name}.json"))["launch"]
