@@ -11,18 +11,24 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler import cli_check, cli_kernels, cli_precision, cli_quantize
+from octavo.compiler import cli_balance, cli_check, cli_kernels, cli_precision, cli_quantize
 from octavo.compiler.cli_app import (
     FAILED,
     MODEL_HELP,
     ArtifactPath,
     Deterministic,
+    Dispatcher,
     DTypeOption,
+    Dump,
+    DumpWeights,
     Json,
     MaxModelLen,
     Model,
     PageSize,
     Proofs,
+    Ranks,
+    ResumeFrom,
+    Stats,
     Trace,
     Verify,
     exit_codes,
@@ -70,26 +76,12 @@ def compile(
     keep: cli_precision.Keep = None,
     include: cli_precision.Include = None,
     carve: cli_precision.Carve = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES",
-            help="Spread over ranks: ep=N,tp=N,dp=N,redundant_experts=N,wire=FORMAT. `octavo check` plans them.",
-        ),
-    ] = None,
+    parallel: Ranks = None,
     verify: Verify = Proofs.full,
     deterministic: Deterministic = None,
-    dump: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write the graph after each pass that changed it, and weights."),
-    ] = None,
-    dump_weights: Annotated[
-        bool, typer.Option("--dump-weights/--no-dump-weights", help="--from needs them beside the graphs.")
-    ] = True,
-    resume_from: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Go on from a graph of a dump, in place of MODEL."),
-    ] = None,
+    dump: Dump = None,
+    dump_weights: DumpWeights = True,
+    resume_from: ResumeFrom = None,
     traceback: Trace = False,
 ) -> None:
     """Compile MODEL into an artifact; print the artifact's path.
@@ -178,16 +170,8 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="The answer is JSON that this schema accepts.")
     ] = None,
     regex: Annotated[str | None, typer.Option(help="The whole answer matches this expression.")] = None,
-    dispatcher: Annotated[
-        str | None,
-        typer.Option(help="Of several ranks: all_to_all, padded or all_gather. Default: all_to_all."),
-    ] = None,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats", help="Show pages, requests and tokens/s meanwhile, and print them at the end."
-        ),
-    ] = False,
+    dispatcher: Dispatcher = None,
+    stats: Stats = False,
     traceback: Trace = False,
 ) -> None:
     """Generate text with ARTIFACT, as it comes.
@@ -253,6 +237,7 @@ def inspect(
         show_artifact(artifact, as_json, plot)
 
 
+app.command()(cli_balance.balance)
 app.command()(cli_check.check)
 app.command()(cli_kernels.kernels)
 app.command()(cli_kernels.tune)

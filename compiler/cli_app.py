@@ -83,6 +83,31 @@ PageSize = Annotated[
 Verify = Annotated[
     Proofs, typer.Option(help="sites: prove every rewrite; full: whole-model logits too; off: neither.")
 ]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZES",
+        help="Spread over ranks: ep=N,tp=N,dp=N,redundant_experts=N,wire=FORMAT. `octavo check` plans them.",
+    ),
+]
+Dispatcher = Annotated[
+    str | None, typer.Option(help="Of several ranks: all_to_all, padded or all_gather. Default: all_to_all.")
+]
+Stats = Annotated[
+    bool,
+    typer.Option("--stats", help="Show pages, requests and tokens/s meanwhile, and print them at the end."),
+]
+Dump = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Write the graph after each pass that changed it, and weights."),
+]
+DumpWeights = Annotated[
+    bool, typer.Option("--dump-weights/--no-dump-weights", help="--from needs them beside the graphs.")
+]
+ResumeFrom = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="Go on from a graph of a dump, in place of MODEL."),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens. Default: the model's.")]
 
 
