@@ -46,6 +46,8 @@ class ExpertLoops(Questions):
         first = args[0] if args else None
         if not isinstance(first, Tensor):
             return False
+        if name == "bincount":
+            return kwargs.get("minlength", 0) in self.counts
         if name == "eq":
             return (
                 self._is_number_of_expert(args[1]) and not first.dtype.is_floating_point and first.dim() > 0
@@ -102,6 +104,8 @@ class ExpertLoops(Questions):
         value, number = args
         if isinstance(value, Lazy) and value.kind == "hit":
             return int(value.args[0]) == int(number)
+        if isinstance(value, Lazy) and value.kind == "number":
+            return NotImplemented
         if not self._is_number_of_expert(number) or (isinstance(value, Lazy) and value.rows is not None):
             return NotImplemented
         if isinstance(value, Lazy) and value.like.dtype.is_floating_point:
@@ -126,6 +130,10 @@ class ExpertLoops(Questions):
                          self.known[id(places[0])].rows, "unsqueeze", Tensor.unsqueeze)  # fmt: skip
 
     _on_argwhere = _on_nonzero
+
+    def _on_bincount(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        count = kwargs["minlength"]
+        return self._new("counts", (args[0], count), empty_on_meta((count,), torch.int64))
 
     def _hits(self, condition: Any) -> Tensor:
         count = (condition.like if isinstance(condition, Lazy) else condition).shape[0]
@@ -165,6 +173,8 @@ class ExpertLoops(Questions):
         source, index = args
         if isinstance(source, Lazy) and source.kind in ("hit", "hits"):
             return self._of_hits(source, index)
+        if isinstance(source, Lazy) and source.kind == "counts" and type(index) is int:
+            return self._new("number", (source,), empty_on_meta((), torch.int64))
         entries = self._entries(index, (source.like if isinstance(source, Lazy) else source).dim())
         guard = next((e.args[1] for e in entries if isinstance(e, Lazy) and e.kind == "hit"), None)
         entries = [n for e in entries for n in self._numbers(e)]
@@ -273,7 +283,15 @@ class ExpertLoops(Questions):
         return self._new("op", (target, value), like, None, "add", torch.add)
 
     def _on_stack(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        values, axis = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return self._of_all(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0))
+
+    def _on_cat(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        is_stack = all(isinstance(v, Lazy) and v.like.shape[axis] == 1 for v in args[0])
+        return self._of_all(args[0], axis, is_joined=True) if is_stack else NotImplemented
+
+    def _of_all(self, values: Sequence[Any], axis: int, is_joined: bool = False) -> Any:
+        """What all experts make, along a new axis, or an axis of size one."""
         if not all(isinstance(v, Lazy) and v.rows is None for v in values):
             return NotImplemented
         with torch._C._EnableTorchFunction():
@@ -282,6 +300,8 @@ class ExpertLoops(Questions):
             except Unlike:
                 return NotImplemented
             whole = whole if whole.shape[0] == len(values) else whole.expand(len(values), *whole.shape[1:])
+            if is_joined:
+                whole = whole.squeeze(1 + axis if axis >= 0 else axis)
             return whole.movedim(0, axis)
 
 

@@ -108,6 +108,11 @@ class Lifter:
             numbers = torch.arange(len(values), device=operand.device)
         return Lifted(operand == numbers.reshape(-1, *[1] * (operand.dim() - 1)))
 
+    def _counts(self, values: Sequence[Lazy]) -> Lifted:
+        ids, count = values[0].args
+        of_each = torch.nn.functional.one_hot(self.lift([ids]).value.flatten(), count).sum(0)
+        return Lifted(of_each[None])
+
     def _place(self, values: Sequence[Lazy]) -> Lifted:
         refuse("the places in which a condition holds are used as numbers, not as an index")
 

@@ -156,7 +156,10 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _total(self, terms: list[Lazy]) -> Tensor:
-        """The sum of recorded values, as one computation if they are one."""
+        """The sum of recorded values, as one computation if they are one, in the order of their experts."""
+        numbers = [number_of(term) for term in terms]
+        if None not in numbers:
+            terms = [terms[i] for i in sorted(range(len(terms)), key=lambda i: numbers[i] or 0)]
         try:
             lifted = Lifter().lift(terms).value
             return (
@@ -226,6 +229,22 @@ class Recorder(TorchFunctionMode):
             refuse("a loop both adds to rows and overwrites them")
         (puts if is_put else terms).append(value)
         return target
+
+
+def number_of(value: Any) -> int | None:
+    """Of the expert whose weights, part or condition a recorded value reads, as far as one is found."""
+    pending, seen = [value], set[int]()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, Lazy) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.kind in ("weight", "equal"):
+            return int(one.args[1])
+        if one.kind == "select":
+            return next(int(entry) for entry in one.args[1] if type(entry) is int)
+        pending += [*leaves(one.args), *([] if one.rows is None else [one.rows.condition])]
+    return None
 
 
 def memory(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from octavo.compiler.lazy_values import (
     run_on_meta,
     size_on_meta,
 )
+from octavo.compiler.lift_experts import UNCHANGED
 from octavo.compiler.recorder import Recorder
 
 ATTRIBUTES = frozenset(
@@ -91,6 +92,17 @@ class Questions(Recorder):
         return args[0].args[0]
 
     _on_item = _on_int = _on_index
+
+    def _on_tolist(self, function: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+        """Tokens of each expert; numbers of experts that are hit."""
+        value = args[0]
+        while value.kind == "op" and value.name in UNCHANGED:
+            value = value.args[0]
+        if value.kind == "counts":
+            return [Count(1)] * value.args[1]
+        if value.kind == "hits" and value.like.dim() == 1:
+            return list(range(value.args[1]))
+        refuse("what an expert computes is used as a list of numbers")
 
     def _on_bool(self, function: Any, name: str, args: Any, kwargs: Any) -> bool:
         """Whether a condition holds anywhere: taken to."""

@@ -77,7 +77,17 @@ def _masked(best: Any) -> Any:
     return call(aten.masked_fill.Scalar, args=(Var("choice"), dropped, Var("fill")))
 
 
-GROUPS = tuple((name, _masked(best)) for name, best in GROUP_SCORES)
+def _masked_in_groups(best: Any) -> Any:
+    """As DeepSeek's own code has it: scores seen as groups, and a mask of those that are dropped."""
+    kept = call(operator.getitem, args=(call(TOPK, args=(best, Var("top_groups")), bind="group_topk"), 1))
+    ones = call(aten.new_ones.default, aten.ones.default, aten.ones_like.default)
+    dropped = call(aten.scatter.value, args=(ones, Var("scatter_axis"), kept, False))
+    wide = Through((aten.reshape.default, aten.expand.default), dropped)
+    masked = call(aten.masked_fill.Scalar, args=(GROUPED, wide, Var("fill")))
+    return call(aten.reshape.default, args=(masked,))
+
+
+GROUPS = tuple((name, form(best)) for form in (_masked, _masked_in_groups) for name, best in GROUP_SCORES)
 
 
 @dataclass(frozen=True)
@@ -188,7 +198,8 @@ def _read_weights(router: Router, weights: Node) -> tuple[Router, Node]:
 
 def _read_groups(router: Router, choice: Node) -> tuple[Router, Node, float]:
     """The router with its groups, what it selects by before their mask, and what the mask fills in."""
-    if choice.target is not aten.masked_fill.Scalar:
+    masked = _first(Through(SHAPED[:1], Var("masked")), choice)["masked"]
+    if masked.target is not aten.masked_fill.Scalar:
         return router, choice, -math.inf
     traces = []
     for name, pattern in GROUPS:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fused import around, assert_same, fused
-from mixtures import LOOPS, TOP, Apart, DeepSeekLoop, DenseLoop, Expert, MixtralLoop
+from mixture_loops import LOOPS, Apart, DeepSeekLoop, DenseLoop, Expert, MixtralLoop
+from mixtures import TOP
 from stages import calls
 from torch import Tensor, nn
 
@@ -16,7 +17,13 @@ from octavo.compiler.errors import CaptureError
 from octavo.compiler.lazy_values import Count
 
 octavo = torch.ops.octavo
-OFTEN = ("mixtral", "hit", "deepseek", "mask", "repeated", "dense")
+OFTEN = ("mixtral", "hit", "mask", "repeated", "dense", "deepseek-v3")
+OF_SELECTED = ("softmax_selected", False, 1, 1, "top2_sum", 1.0)
+ROUTING = {
+    "gpt-oss": OF_SELECTED,
+    "lit": OF_SELECTED,
+    "deepseek-v3": ("sigmoid", True, 4, 2, "top2_sum", 2.5),
+}
 
 
 @pytest.mark.parametrize(
@@ -26,8 +33,8 @@ def test_every_loop_becomes_one_mixture_and_its_router(name: str) -> None:
     graph_module, mixtures, routers = fused(LOOPS[name])
     assert (mixtures.matched, mixtures.rejected, routers.matched, routers.rejected) == (1, [], 1, [])
     (moe,), (router,) = (calls(graph_module, op) for op in (octavo.moe.default, octavo.router.default))
-    scoring = ("softmax_selected", False) if name == "gpt-oss" else ("softmax", True)
-    assert router.args[2:5] == (TOP, *scoring)
+    assert router.args[2:] == (TOP, *ROUTING.get(name, ("softmax", True, 1, 1, "top2_sum", 1.0)))
+    assert (router.args[1] is None) == (name != "deepseek-v3")
     assert moe.args[7:] == (("swiglu_oai", 7.0, 1.702) if name == "gpt-oss" else ("silu", 0.0, 1.0))
 
 

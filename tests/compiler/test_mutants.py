@@ -158,7 +158,7 @@ LINEAR, LAYER_NORM, ACT_MUL, POINTWISE = (
 ROUTER, MLA, LATENT, HEADS = (
     ops.router.default, ops.mla_attention.default, ops.latent_attention.default, ops.head_linear.default,
 )  # fmt: skip
-LATENT_WRITE, PAGED_MLA = ops.latent_write.default, ops.paged_mla_attention.default
+LATENT_WRITE, PAGED_MLA, MOE = ops.latent_write.default, ops.paged_mla_attention.default, ops.moe.default
 CAT, SLICE, PERMUTE, RESHAPE = aten.cat.default, aten.slice.Tensor, aten.permute.default, aten.reshape.default
 ZEROS, FLIP, ROLL = aten.zeros_like.default, aten.flip.default, aten.roll.default
 
@@ -171,7 +171,7 @@ NORMS, ATTENTIONS, PAGES, TABLES = (
     "fold_position_tables",
 )
 GATED, QKV, GATE_UP, WRITES = "fuse_gated_mlp", "merge_qkv", "merge_gate_up", "fuse_rope_kv_write"
-SUMS, POINTS, ROUTERS = "fuse_add_norm", "lower_elementwise", "fuse_router"
+SUMS, POINTS, ROUTERS, MIXTURES = "fuse_add_norm", "lower_elementwise", "fuse_router", "fuse_moe"
 LATENTS, ABSORB, SCATTERS, TRANSPOSES = "fuse_mla", "absorb_mla", "join_scatters", "lower_transposes"
 PAIR_ROPE, REPEATS, REPEAT = "fuse_pair_rope", "hoist_repeats", aten.repeat_interleave.self_int
 HEAD, ROTARY, NORM_AT, ANY = "head", "rotary_emb", "norm", ""
@@ -294,6 +294,9 @@ MUTANTS = (
     Mutant("sigmoid for tanh", POINTS, POINTWISE, other_text(("tanh", "sigmoid")), "gemma2", in_place=ANY),
     Mutant("sum of one term", POINTS,
            ops.add.default, through(ops.add.default, 1, ZEROS), "gpt2", in_place=r"h\.\d"),
+    Mutant("ups before gates", MIXTURES, CAT, reordered(1, 0), "mixture"),
+    Mutant("another activation", MIXTURES, MOE, with_argument(MOE, 7, "relu"), "mixture"),
+    Mutant("all weights alike", MIXTURES, MOE, through(MOE, 2, aten.ones_like.default), "mixture"),
     Mutant("one expert too few", ROUTERS, ROUTER, with_argument(ROUTER, 2, 1), "mixtral"),
     Mutant("scores of the wrong kind", ROUTERS, ROUTER, with_argument(ROUTER, 3, "softmax"), "deepseek_v3"),
     Mutant("weights not divided by their sum", ROUTERS, ROUTER, with_argument(ROUTER, 4, False), "mixtral"),

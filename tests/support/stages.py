@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from latent import LATENT, latent_model
+from mixtures import ScatteredWeights, mixture_model
 from models import LONGEST, SPELLINGS, VOCAB, tiny
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
@@ -39,6 +40,8 @@ def model_of(name: str, dtype: torch.dtype = FP32) -> nn.Module:
     """A fresh model of SPELLINGS, LATENT, "llama", or an architecture of the zoo."""
     if name in LATENT:
         return latent_model(name, dtype)
+    if name == "mixture":
+        return mixture_model(ScatteredWeights, dtype)
     return tiny(name, dtype) if name == "llama" or name in SPELLINGS else build(name).to(dtype).eval()
 
 
