@@ -116,9 +116,13 @@ class _Emitter:
 
     def _add_collective(self, node: fx.Node) -> None:
         """Buffers in the order of the schema, then the results; other arguments are options, the axis for itself."""
-        self._add_results(node)
         given = named_arguments(node)
         axis = given.pop("axis")
+        if op(node) == "octavo::arrived":  # the memory is the dispatch's
+            self.names[node] = tuple(self.names[n][0] for n in node.args[:4])  # type: ignore[index]
+            self.steps.append(Step("arrived", self.names[node], axis=axis))
+            return
+        self._add_results(node)
         tensors = [name for name, value in given.items() if isinstance(value, fx.Node) or value is None]
         read = [self.names[given[name]][0] if given[name] is not None else "" for name in tensors]
         options = tuple(value for name, value in given.items() if name not in tensors)

@@ -85,7 +85,9 @@ def _own_tokens(node: Node, at: Places, after: str) -> Where:
 def _source(node: Node) -> str:
     """The op that the rows of a mixture come from."""
     rows = named_arguments(node)["x"]
-    return op(rows.args[0]) if op(rows) == "getitem" else op(rows)
+    while op(rows) in ("getitem", "octavo::arrived"):
+        rows = rows.args[0]
+    return op(rows)
 
 
 def _misplaced(after: str, node: Node, name: str, axis: str, has: Where, wants: Where) -> IllegalGraphError:

@@ -22,13 +22,14 @@ from octavo.compiler.page_groups import page_windows
 from octavo.compiler.simulate import simulate
 from octavo.compiler.type_rules import check_types
 from octavo.passes.insert_collectives import insert_collectives
+from octavo.passes.overlap_shared_expert import overlap_shared_expert
 from octavo.passes.rule import PassReport, run_pass
 from octavo.passes.shard_experts import shard_experts
 from octavo.passes.shard_tensors import shard_tensors
 from octavo.passes.sharding import shards
 
 PASSES: tuple[Callable[..., PassReport], ...] = (
-    shard_experts, shard_tensors, insert_collectives,
+    shard_experts, shard_tensors, insert_collectives, overlap_shared_expert,
 )  # fmt: skip
 LENGTHS = (5, 3, 0)  # tokens that the proof runs, by the coordinate along dp
 # Largest difference of logits over the largest logit, where both graphs are run in fp64. Quantised graphs run as they
@@ -97,9 +98,9 @@ def parallelize(
             f"parallel: nothing of the model can be spread with {parallel}: {reasons or 'no match'}"
         )
     graph_module.meta["mesh"] = parallel.mesh
-    check(graph_module, "parallel", after="insert_collectives")
-    check_types(graph_module, after="insert_collectives")
-    check_placements(graph_module, parallel.mesh, after="insert_collectives")
+    check(graph_module, "parallel", after="overlap_shared_expert")
+    check_types(graph_module, after="overlap_shared_expert")
+    check_placements(graph_module, parallel.mesh, after="overlap_shared_expert")
     if whole is not None:
         proof = prove_parallel(whole, graph_module, parallel, page_size)
         reports[-1].notes["simulated"] = str(proof)

@@ -28,7 +28,7 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "logit_rows": ("i64", ("L",)),
     "row_ranks": ("i64", ("N",)),
 }
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "combine")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "arrived", "combine")
 # Page groups from the second on have tables of their own: page_table_1, slot_mapping_1, ...
 _OF_GROUP = re.compile(r"(page_table|slot_mapping)_([1-9][0-9]{0,4})")
 

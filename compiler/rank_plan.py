@@ -225,7 +225,7 @@ def _routing(mapped: Node) -> Routing:
 def _exchanges(ranks: GraphModule, program: Program, parallel: Parallel) -> Iterator[Exchange]:
     """Of the collective steps those that are alike as one, in the order of the program."""
     nodes = [node for node in ranks.graph.nodes if op(node).removeprefix("octavo::") in _COLLECTIVES]
-    steps = [step for step in program.steps if step.axis]
+    steps = [step for step in program.collectives if step.kernel in _COLLECTIVES]
     found: dict[Exchange, int] = {}
     for node, step in zip(nodes, steps, strict=True):
         one = _COLLECTIVES[step.kernel](ranks, node, parallel)

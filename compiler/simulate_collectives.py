@@ -92,10 +92,16 @@ def combine(ranks: Ranks) -> list[Tensor]:
     return [total.to(parts.dtype) for total, (parts, *_) in zip(totals, ranks, strict=True)]
 
 
+def arrived(ranks: Ranks) -> list[tuple[Tensor, ...]]:
+    """(rows, local, row_weights, source, sent, axis): here nothing travels."""
+    return [tuple(given[:4]) for given in ranks]
+
+
 COLLECTIVES: dict[str, Callable[[Ranks], list[Any]]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "dispatch": dispatch,
+    "arrived": arrived,
     "combine": combine,
 }

@@ -69,6 +69,8 @@ class SimulatedRunner:
         return [rank.logits() for rank in self.ranks]
 
     def _together(self, step: Step) -> None:
+        if step.kernel == "arrived":
+            return  # nothing travels here
         regions = [rank.regions(step) for rank in self.ranks]
         for group in self.mesh.groups(step.axis):
             given: list[tuple[Any, ...]] = []

@@ -15,6 +15,7 @@ from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_launch import Sizes
 from octavo.runtime.cuda_runner import DEFAULT_MAX_REQUESTS, CudaRunner
 from octavo.runtime.expert_layers import ExpertLoads, placed_weights
+from octavo.runtime.meetings import Meetings
 from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region
 
 DTYPES: Mapping[str, Any] = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
@@ -42,7 +43,7 @@ class CudaRankRunner(CudaRunner):
         num_host_pages: int = 0, *, agree: Callable[[int], int], max_requests: int = DEFAULT_MAX_REQUESTS,
         driver: Driver | None = None,
     ) -> None:  # fmt: skip
-        self.collectives = collectives
+        self._meetings = Meetings(artifact.program, collectives)
         self._agree = agree
         self._artifact = artifact
         self._loads: ExpertLoads | None = None
@@ -57,6 +58,7 @@ class CudaRankRunner(CudaRunner):
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run; all ranks run a step together."""
         self._driver.activate()
+        self._meetings.forget()
         self._driver.synchronize(self._stream)
         self._run_eagerly(batch.inputs, {**batch.dims, "num_pages": self.num_pages})
         return self._download(batch.dims["L"])
@@ -86,7 +88,7 @@ class CudaRankRunner(CudaRunner):
             self._driver.synchronize(self._stream)
             if self._loads is not None:
                 self._loads.see(number, lambda buffer, at=prepared: self._read(buffer, at))  # type: ignore[misc]
-            self.collectives.run(prepared.step, prepared.inputs, prepared.outputs)
+            self._meetings.meet(prepared.step, (prepared.inputs, prepared.outputs))
             segment, number = [], number + 1
         super()._launch(segment)
 

@@ -18,6 +18,7 @@ from octavo.compiler.host import available_memory, build_shared_library, can_run
 from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program, Step
 from octavo.runtime.batch import Batch
 from octavo.runtime.expert_layers import ExpertLoads, placed_weights
+from octavo.runtime.meetings import Meetings
 from octavo.runtime.page_moves import HostPages, Move
 from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region, array_of
 
@@ -89,7 +90,7 @@ class NativeRunner:
     ) -> None:
         self.program = artifact.program
         self.rank = rank
-        self.collectives = collectives
+        self._meetings = None if collectives is None else Meetings(artifact.program, collectives)
         check_rank(artifact, rank)
         self.page_size = artifact.program.page_size
         self.page_windows = artifact.program.page_windows
@@ -141,7 +142,7 @@ class NativeRunner:
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
         collectives = self.program.collectives
-        if collectives and self.collectives is None:
+        if collectives and self._meetings is None:
             raise ExecutionError(
                 f"runner: the program is rank {self.rank} of {self.program.mesh.world} ({self.program.mesh}); start "
                 f"all of them: torchrun --nproc-per-node {self.program.mesh.world} -m octavo run ..."
@@ -149,10 +150,10 @@ class NativeRunner:
         self.begin(batch)
         self.run_segment(0)
         for segment, step in enumerate(collectives, 1):
-            assert self.collectives is not None
+            assert self._meetings is not None
             if self._loads is not None:
                 self._loads.see(segment - 1, lambda name: array_of(self._region(name)))
-            self.collectives.run(step, *self.regions(step))
+            self._meetings.meet(step, self.regions(step))
             self.run_segment(segment)
         return self.logits()
 
@@ -178,6 +179,8 @@ class NativeRunner:
 
     def begin(self, batch: Batch) -> None:
         """Take a step's inputs and make room for it; its segments may then run."""
+        if self._meetings is not None:
+            self._meetings.forget()
         self._batch = batch  # its arrays are read until the last segment
         self._dims = dims = {**batch.dims, "num_pages": self.num_pages}
         inputs = batch.inputs

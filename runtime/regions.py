@@ -32,7 +32,7 @@ def array_of(region: Region) -> NDArray[Any]:
     """A view of memory of this machine, of a dtype that numpy has."""
     count = math.prod(region.shape)
     memory = (ctypes.c_uint8 * (count * ITEM_BYTES[region.dtype])).from_address(region.address)
-    return np.frombuffer(memory, NUMPY[region.dtype], count).reshape(region.shape)
+    return np.frombuffer(memoryview(memory), NUMPY[region.dtype], count).reshape(region.shape)
 
 
 class Collectives(Protocol):
@@ -47,4 +47,4 @@ class Collectives(Protocol):
         ...
 
 
-NUM_OUTPUTS = {"dispatch": 4}  # one of all others
+NUM_OUTPUTS = {"dispatch": 4, "arrived": 4}  # one of all others

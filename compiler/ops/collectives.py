@@ -80,6 +80,15 @@ DISPATCH = Op(
     _dispatched,
     "each token once to every rank of the axis that has an expert of it; rows, local experts, weights, source",
 )
+ARRIVED = Op(
+    "arrived(Tensor rows, Tensor local, Tensor row_weights, Tensor source, Tensor[] sent, str axis) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _alone,
+    lambda rows, local, row_weights, source, sent, axis: tuple(
+        x.new_empty(x.shape) for x in (rows, local, row_weights, source)
+    ),
+    "the results of a dispatch once they are there; until then what was sent stays as it is",
+)
 COMBINE = Op(
     "combine(Tensor parts, Tensor source, Tensor experts, int num_local, str axis) -> Tensor",
     _alone,
