@@ -181,7 +181,7 @@ class DistributedEngine:
 
     def _loads(self) -> NDArray[np.int64]:
         parts = self.ranks.all.gather_objects(self._local.expert_loads())
-        total: NDArray[np.int64] = np.sum(parts, 0, np.int64)
+        total: NDArray[np.int64] = np.stack(parts).sum(0)
         return total
 
     @contextmanager
