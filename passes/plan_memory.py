@@ -165,7 +165,7 @@ def _lifetimes(graph: fx.Graph) -> dict[fx.Node, tuple[_Value, ...]]:
             if source in owned:
                 owned[node] = owned[source]
         elif node.target is torch.ops.octavo.arrived.default:
-            owned[node] = tuple(owned[result][0] for result in node.args[:4])  # type: ignore[index]
+            owned[node] = tuple(owned[result][0] for result in node.args[:4])
         elif node.target is operator.getitem:
             assert isinstance(source, fx.Node) and isinstance(node.args[1], int)
             owned[node] = (owned[source][node.args[1]],)

@@ -25,7 +25,7 @@ def test_the_shared_expert_stands_between_dispatch_and_arrival() -> None:
     graph_module = spread("deepseek_v3", ep=2, dp=2)
     assert between(graph_module) == ["linear", "act_mul", "linear"]
     mixture = next(n for n in graph_module.graph.nodes if op(n) == "octavo::moe")
-    assert {op(a.args[0]) for a in mixture.args[:3]} == {"octavo::arrived"}  # type: ignore[union-attr, arg-type]
+    assert {op(a.args[0]) for a in mixture.args[:3]} == {"octavo::arrived"}
     mesh = Parallel(ep=2, dp=2).mesh
     for logits, ids in zip(logits_of_ranks(graph_module, mesh, PROMPTS), PROMPTS, strict=True):
         (wanted,) = logits_of_ranks(lowered("deepseek_v3"), ONE_RANK, [ids])
@@ -37,7 +37,7 @@ def test_nothing_takes_the_memory_of_what_travels() -> None:
     nodes = list(graph_module.graph.nodes)
     memory = plan_memory(graph_module.graph)
     arrived = next(n for n in nodes if op(n) == "octavo::arrived")
-    (dispatch,) = {n.args[0] for n in arrived.args[:4]}  # type: ignore[union-attr]
+    (dispatch,) = {n.args[0] for n in arrived.args[:4]}
     assert isinstance(dispatch, torch.fx.Node)
     used = [*dispatch.meta["buffer"], *(n.meta["buffer"] for n in named_arguments(arrived)["sent"])]
     beside = nodes[nodes.index(dispatch) + 1 : nodes.index(arrived)]
