@@ -28,7 +28,11 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "logit_rows": ("i64", ("L",)),
     "row_ranks": ("i64", ("N",)),
 }
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "arrived", "combine")
+# Of each collective how many buffers it reads and fills, and the types of its options.
+COLLECTIVES: Mapping[str, tuple[int, tuple[type, ...]]] = {
+    "all_reduce": (2, ()), "all_gather": (2, (int, int)), "reduce_scatter": (2, (int, int)),
+    "dispatch": (9, (int, str)), "arrived": (4, ()), "combine": (4, (int,)),
+}  # fmt: skip
 # Page groups from the second on have tables of their own: page_table_1, slot_mapping_1, ...
 _OF_GROUP = re.compile(r"(page_table|slot_mapping)_([1-9][0-9]{0,4})")
 

@@ -200,11 +200,12 @@ def _collective(row: Any, buffers: set[str], where: str) -> Step:
     if row["kernel"] not in COLLECTIVES or row["axis"] not in AXES or row["when"] or row["grid"] != [1, 1, 1]:
         raise _bad(where, f"one of {', '.join(COLLECTIVES)} on one of {', '.join(AXES)}", str(row)[:100])
     args = tuple(_list(row["args"], MAX_ARGS, f"{where} args"))
-    if any(type(arg) is not str or arg not in {*buffers, ""} for arg in args):
-        raise _bad(where, "buffers as arguments", args)
+    count, kinds = COLLECTIVES[row["kernel"]]
+    if len(args) != count or any(type(arg) is not str or arg not in {*buffers, ""} for arg in args):
+        raise _bad(where, f"{count} buffers as arguments", args)
     options = tuple(_list(row["options"], MAX_ARGS, f"{where} options"))
-    if any(type(option) not in (int, str) for option in options):
-        raise _bad(where, "options that are numbers or words", options)
+    if tuple(map(type, options)) != kinds:
+        raise _bad(where, f"options of {[kind.__name__ for kind in kinds]}", options)
     return Step(row["kernel"], args, axis=row["axis"], options=options)
 
 

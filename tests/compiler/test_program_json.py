@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from octavo.compiler.errors import ArtifactError
-from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Step
+from octavo.compiler.mesh import Mesh
+from octavo.compiler.program import STEP_INPUTS, Buffer, ExpertLayer, Program, Shard, Step
 from octavo.compiler.program_json import program_from_json, program_to_json
 
 PROGRAM = Program(
@@ -31,6 +32,61 @@ def test_round_trip_is_exact_and_stable() -> None:
     text = program_to_json(PROGRAM)
     assert program_from_json(text) == PROGRAM
     assert program_to_json(program_from_json(text)) == text
+
+
+OF_RANKS = replace(
+    PROGRAM,
+    buffers=(*PROGRAM.buffers, Buffer("table", "weight", "i64", (4,))),
+    steps=(
+        *PROGRAM.steps,
+        Step("all_reduce", ("h", "h2"), axis="tp"),
+        Step("all_gather", ("h", "h2"), axis="tp", options=(-1, 2)),
+    ),
+    mesh=Mesh(dp=1, ep=1, tp=2),
+    shards={
+        "w": Shard(0, (((0, 1), (4, 6)), ((1, 4),))), "table": Shard(0, (((0, 4),), ((4, 8),))),
+    },
+    experts=(ExpertLayer("table", ("w",)),),
+)  # fmt: skip
+
+
+def test_programs_of_ranks_are_kept_and_one_rank_is_not_written() -> None:
+    text = program_to_json(OF_RANKS)
+    assert program_from_json(text) == OF_RANKS
+    assert program_to_json(program_from_json(text)) == text
+    assert '"mesh"' not in program_to_json(PROGRAM) and '"axis"' not in program_to_json(PROGRAM)
+
+
+def set_step(data: Any, **fields: Any) -> None:
+    data["steps"][2].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda d: d["mesh"].update(tp=0), "sizes of 1 or more"),
+        (lambda d: d["mesh"].update(tp=10**6), "at most 4096 ranks"),
+        (lambda d: d["mesh"].update(tp=True), "sizes of 1 or more"),
+        (lambda d: d["shards"]["w"].update(dim=2), "an axis of a weight"),
+        (lambda d: d["shards"].update(h={"dim": 0, "pieces": []}), "an axis of a weight"),
+        (lambda d: d["shards"]["w"]["pieces"].pop(), "3 elements of axis 0 for each of 2 ranks"),
+        (lambda d: d["shards"]["w"]["pieces"][1][0].reverse(), r"a range \[start, stop\]"),
+        (lambda d: d["shards"]["w"]["pieces"][1][0].append(4), "a list of at most 2"),
+        (lambda d: d["shards"]["w"]["pieces"][1].append([0, 1]), "3 elements of axis 0"),
+        (lambda d: d["experts"][0].update(weights=["h"]), "weights of which ranks hold pieces"),
+        (lambda d: set_step(d, kernel="k"), "one of all_reduce"),
+        (lambda d: set_step(d, axis="pp"), "on one of dp, ep, tp"),
+        (lambda d: set_step(d, args=["h"]), "2 buffers as arguments"),
+        (lambda d: set_step(d, args=["h", "T"]), "2 buffers as arguments"),
+        (lambda d: set_step(d, options=[1]), "options of"),
+        (lambda d: set_step(d, when="T > 1"), "one of all_reduce"),
+    ],
+)
+def test_damaged_programs_of_ranks_are_refused(damage: Callable[[Any], None], expected: str) -> None:
+    data = json.loads(program_to_json(OF_RANKS))
+    damage(data)
+    with pytest.raises(ArtifactError, match=rf"program\.json(.|\n)*{expected}"):
+        program_from_json(json.dumps(data))
 
 
 GROUPED = replace(
