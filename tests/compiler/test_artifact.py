@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from octavo.compiler import artifact as artifact_module
 from octavo.compiler.artifact import Artifact, _manifest_text
 from octavo.compiler.checked_files import entry_of
 from octavo.compiler.errors import ArtifactError
-from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Step
+from octavo.compiler.mesh import Mesh
+from octavo.compiler.program import STEP_INPUTS, Buffer, Program, Shard, Step
 from octavo.compiler.weights import Weight
 
 MODEL = {
@@ -356,3 +358,18 @@ def test_the_weights_stay_mapped_after_the_artifact_is_replaced(saved: Path) -> 
     opened = Artifact.open(saved)
     write(saved, weights={**make_weights(), "a.weight": Weight("fp32", (3, 5), bytes(60))})
     assert (opened.weights["a.weight"].array == np.arange(15).reshape(3, 5)).all()
+
+
+def of_ranks(last: int) -> Program:
+    """Rank 0 holds rows 0 and 1 of a.weight, rank 1 those in front of `last`."""
+    program = make_program()
+    pieces = (((0, 2),), ((last - 2, last),))
+    buffers = [replace(b, shape=(2, 5)) if b.name == "a.weight" else b for b in program.buffers]
+    return replace(program, buffers=tuple(buffers), mesh=Mesh(tp=2), shards={"a.weight": Shard(0, pieces)})
+
+
+def test_ranks_hold_pieces_of_weights_that_are_there_whole(tmp_path: Path) -> None:
+    opened = Artifact.open(write(tmp_path / "model", program=of_ranks(3)))
+    assert opened.weights["a.weight"].shape == (3, 5) and opened.program.mesh == Mesh(tp=2)
+    with pytest.raises(ArtifactError, match=r"a\.weight': expected 4 or more elements on axis 0, got 3"):
+        write(tmp_path / "other", program=of_ranks(4))
