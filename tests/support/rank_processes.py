@@ -20,8 +20,9 @@ dist: Any = distributed
 # One process imports all of it once, and ranks are forked from there.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["octavo.runtime.process_group", "octavo.runtime.collectives", "rank_processes"]
-)
+    ["octavo.runtime.process_group", "octavo.runtime.collectives", "rank_processes", "rank_work", "octavo.compiler.cli",
+     "octavo.compiler.commands.run"]
+)  # fmt: skip
 
 
 @dataclass

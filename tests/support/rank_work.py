@@ -1,13 +1,14 @@
 """What ranks do in tests of groups of processes; importable, as a new process finds it by its name."""
 
 import importlib
+import io
 import os
 import signal
 import sys
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -216,3 +217,16 @@ def check_case(rank: int, size: int, root: str, case: str) -> Any:
     found = module.Bench(ranks, chosen, module.make_weights(5), 5).run()
     ranks.meet()
     return found
+
+
+def run_command(rank: int, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and errors of the command `octavo` on this rank."""
+    cli: Any = importlib.import_module("octavo.compiler.cli")
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, out.getvalue(), err.getvalue()
