@@ -184,7 +184,7 @@ def run(
 
     Example: octavo run smol.octavo "Name a color." --n 3 --temperature 1
 
-    Example: torchrun --no-python --nproc-per-node 4 octavo run mixtral.octavo --prompts-file prompts.txt
+    Example: torchrun --nproc-per-node 4 -m octavo run mixtral.octavo --prompts-file prompts.txt
 
     An artifact that was compiled for several ranks runs on as many processes; torchrun starts them. Prompts are dealt
     to groups of ranks that serve requests of their own (dp), and rank 0 prints all answers. A rank that is killed or

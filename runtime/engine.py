@@ -256,7 +256,9 @@ class Engine:
         self.scheduler.add(request)
 
     def checked(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> tuple[list[Prompt], list[SamplingParams]]:
         """Prompts and parameters, one for each. RequestError if one can never run."""
         many, requests = _as_prompts(prompts), self._make_requests(prompts, params)

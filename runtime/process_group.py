@@ -322,7 +322,7 @@ def check_world(mesh: Mesh, world: int) -> None:
     if world != mesh.world:
         raise OptionError(
             f"ranks: expected {mesh.world} processes ({mesh}), as the artifact was compiled for, got {world}; type "
-            f"`torchrun --no-python --nproc-per-node {mesh.world} octavo run ARTIFACT ...`"
+            f"`torchrun --nproc-per-node {mesh.world} -m octavo run ARTIFACT ...`"
         )
 
 

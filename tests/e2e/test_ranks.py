@@ -127,11 +127,11 @@ def test_a_rank_that_is_lost_in_mid_generation(artifact: Path, sign: signal.Sign
 
 
 def test_another_number_of_processes_says_what_to_type(artifact: Path) -> None:
-    command = ["-m", "octavo.compiler.cli", "run", str(artifact), "1 2 3"]
+    command = ["-m", "octavo", "run", str(artifact), "1 2 3"]
     for start in ([sys.executable], [*TORCHRUN, "2"]):
         done = subprocess.run(
             [*start, *command], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
         )
         assert done.returncode != 0 and done.stdout == ""
         assert f"expected 4 processes ({Mesh(2, 2, 1)})" in done.stderr
-        assert "type `torchrun --no-python --nproc-per-node 4 octavo run ARTIFACT ...`" in done.stderr
+        assert "type `torchrun --nproc-per-node 4 -m octavo run ARTIFACT ...`" in done.stderr

@@ -71,7 +71,7 @@ def test_a_group_of_the_caller() -> None:
 
 
 def test_ranks_that_are_not_as_many_as_the_mesh_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = r"expected 8 processes \(dp 2 x ep 4 x tp 1\).*got {}; type `torchrun --no-python --nproc-per-node 8 octavo"
+    said = r"expected 8 processes \(dp 2 x ep 4 x tp 1\).*got {}; type `torchrun --nproc-per-node 8 -m octavo"
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(OptionError, match=said.format(1)):

@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said(spread: Callable[[Mesh], Path], chat_artifact: Pa
     path = spread(Mesh(dp=2))
     code, out, err = run("run", path, "Why?")
     assert (code, out) == (2, "") and "expected 2 processes (dp 2 x ep 1 x tp 1)" in err
-    assert "type `torchrun --no-python --nproc-per-node 2 octavo run ARTIFACT ...`" in err
+    assert "type `torchrun --nproc-per-node 2 -m octavo run ARTIFACT ...`" in err
     code, _, err = run("run", chat_artifact, "Why?", "--dispatcher", "padded")
     assert code == 2 and "dispatcher: expected an artifact for several ranks" in err
     for name, said in (("best", "expected one of all_gather, all_to_all, padded"), ("deepep", "it has cuda")):
