@@ -5,13 +5,13 @@ call is kept as a Lazy, and the model's code goes on with a stand-in on the meta
 computation of those of all experts. Rows that a condition chose have a stand-in for their number.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.compiler.errors import CaptureError
 
@@ -115,12 +115,26 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """No mode sees what is called meanwhile: neither an export's nor ours."""
+    guard = torch._C._ExcludeDispatchKeyGuard(_PRE_DISPATCH)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), guard:
+        yield
+
+
+_PRE_DISPATCH = torch._C.DispatchKeySet(torch._C.DispatchKey.PreDispatch)
+_SIZES: dict[Any, int] = {}
+
+
 def size_on_meta(size: Any) -> int:
     """A size as a number: of symbolic ones, what they are for TOKENS tokens."""
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression.subs({symbol: TOKENS for symbol in expression.free_symbols}))
-    return int(size)
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    if expression not in _SIZES:
+        _SIZES[expression] = int(expression.subs({symbol: TOKENS for symbol in expression.free_symbols}))
+    return _SIZES[expression]
 
 
 def _for_meta(value: Any) -> Any:
@@ -133,7 +147,7 @@ def _for_meta(value: Any) -> Any:
 
 
 def empty_on_meta(shape: Any, dtype: torch.dtype) -> Tensor:
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with _apart():
         return torch.empty([size_on_meta(d) for d in shape], dtype=dtype, device="meta")
 
 
@@ -143,7 +157,7 @@ _RESULTS: dict[Any, Any] = {}
 
 def run_on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Stand-ins for what a call gives."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with _apart(), torch.no_grad():
         key = (function, _key(args), _key(kwargs))
         if key not in _RESULTS:
             result = function(*mapped(args, _for_meta), **mapped(kwargs, _for_meta))
