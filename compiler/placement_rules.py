@@ -90,6 +90,18 @@ def _attention(node: Node, at: Places) -> Outcome:
     return Outcome({**dict.fromkeys(at), **heads, "q": WIDTH}, WIDTH)
 
 
+def _latent_attention(node: Node, at: Places) -> Outcome:
+    """Queries by heads; the pages hold what all heads share."""
+    where = WIDTH if at["q_latent"] == WIDTH else None
+    return Outcome({**dict.fromkeys(at), "q_latent": where, "q_rope": where}, where)
+
+
+def _head_linear(node: Node, at: Places) -> Outcome:
+    """A product of each head's own, (heads, ...) of weights."""
+    where = WIDTH if at["weight"] == 0 else None
+    return Outcome({"x": where, "weight": at["weight"]}, where)
+
+
 def _writes_pages(node: Node, at: Places) -> Outcome:
     if at["k_cache"] != 1:
         return _whole(node, at)
@@ -155,6 +167,8 @@ RULES: dict[str, Callable[[Node, Places], Outcome]] = {
     "octavo::rms_norm": _along_heads,
     "octavo::rope": _along_heads,
     "octavo::paged_attention": _attention,
+    "octavo::paged_mla_attention": _latent_attention,
+    "octavo::head_linear": _head_linear,
     "octavo::kv_write": _writes_pages,
     "octavo::rope_kv_write": _writes_pages,
     "octavo::pointwise": _elementwise,

@@ -2,8 +2,8 @@
 
 What makes queries, keys, values, gates, ups and logits is cut by rows, so that each rank makes its own heads or
 channels; what takes them is cut by columns and leaves a part of a sum. A head of keys that several ranks need, each
-has. Left whole, with a reason: heads or widths that do not divide, attention over latents, quantised products that take
-cut channels, swizzled scales.
+has; latents, which all heads share, every rank has whole. Left whole, with a reason: heads or widths that do not
+divide, quantised products that take cut channels, swizzled scales.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def shard_tensors(graph_module: GraphModule, parallel: Parallel) -> PassReport:
         if op(node) == "octavo::paged_attention":
             cut.attention(node)
         elif op(node) == "octavo::paged_mla_attention":
-            report.reject(node, "attention over latents, which all heads share, is left whole")
+            cut.latent_attention(node)
         elif op(node) in ("octavo::act_mul", "octavo::pointwise"):
             cut.ffn(node)
         elif op(node) in LINEARS and leaves_graph(node):
@@ -83,6 +83,31 @@ class _Cut:
             if isinstance(weight, Node):
                 self._cut(own_copy(self.graph_module, weight, node), 0, [(heads, 1)])
         self._columns(node)
+        self.num_attentions += 1
+
+    def latent_attention(self, node: Node) -> None:
+        """Queries and what each head makes of latents, by heads (absorb_mla); the latents' pages stay whole."""
+        given, heads = named_arguments(node), node.meta["val"].shape[2]
+        into, users = given["q_latent"], list(node.users)
+        out = users[0] if len(users) == 1 else node
+        reason = None
+        if {op(into), op(out)} != {"octavo::head_linear"}:
+            reason = (
+                f"its heads come from {op(into)} and go to {op(out)}, expected products of each head's own"
+            )
+        ends = {_product(end): end for end in (into.args[0] if reason is None else into, given["q_rope"])}
+        sections = {linear: [(heads, end.meta["val"].shape[3])] for linear, end in ends.items()}
+        reason = reason or self._why_not_heads(out, heads, heads, sections)
+        if reason:
+            self.report.reject(node, reason)
+            return
+        for linear, own in sections.items():
+            self.rows(linear, own)
+        for product in (into, out):
+            self._cut(
+                own_copy(self.graph_module, named_arguments(product)["weight"], product), 0, [(heads, 1)]
+            )
+        self._columns(out)
         self.num_attentions += 1
 
     def _why_not_heads(

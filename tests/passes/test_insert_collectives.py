@@ -34,8 +34,8 @@ def collectives(graph_module: GraphModule) -> Counter[str]:
             {"dispatch dp": 2, "combine dp": 2, "all_reduce tp": 4, "all_gather tp": 1},
         ),
         ("mixtral", {"ep": 4, "dp": 2}, {"dispatch dp": 2, "combine dp": 2, "all_reduce ep": 2}),
-        # one FFN, and a mixture whose sum with its cut shared expert is one sum: heads stay whole
-        ("deepseek_v3", {"ep": 2, "tp": 2}, {"all_reduce tp": 2, "all_gather tp": 1}),
+        # two attentions, an FFN, and a mixture whose sum with its cut shared expert is one sum
+        ("deepseek_v3", {"ep": 2, "tp": 2}, {"all_reduce tp": 4, "all_gather tp": 1}),
         # the shared expert is whole on every rank, so only the mixture is summed
         ("deepseek_v3", {"ep": 2}, {"all_reduce ep": 1}),
     ],

@@ -19,7 +19,7 @@ def first(graph_module: GraphModule, name: str) -> dict[str, object]:
     return named_arguments(next(n for n in graph_module.graph.nodes if op(n) == name))
 
 
-# Merged projections; a norm of each head; a bias behind the sum, sinks; GELU and no gate; slopes; one key for all heads.
+# Merged projections; a norm of each head; a bias behind the sum, sinks; no gate; latents; slopes; one key for all heads.
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
@@ -28,6 +28,7 @@ def first(graph_module: GraphModule, name: str) -> dict[str, object]:
         ("qwen3", 2),
         ("gpt_oss", 2),
         ("gpt2", 2),
+        ("deepseek_v3", 2),
         *(
             pytest.param(name, tp, marks=pytest.mark.slow)
             for name, tp in (("bloom", 2), ("falcon", 2), ("gemma3", 4))
@@ -75,6 +76,10 @@ def test_what_does_not_divide_is_left_with_a_reason() -> None:
     )
 
 
-def test_attention_over_latents_is_left_with_a_reason() -> None:
-    report = shard_tensors(lowered("deepseek_v3"), Parallel(tp=2))
-    assert any("latents" in r.reason for r in report.rejected)
+def test_attention_over_latents_is_cut_by_heads_over_whole_latents() -> None:
+    graph_module = spread("deepseek_v3", tp=2)
+    node = next(n for n in graph_module.graph.nodes if op(n) == "octavo::paged_mla_attention")
+    assert node.meta["val"].shape[2] == 2, "of four heads"
+    assert "placement" not in named_arguments(node)["cache"].meta
+    into = named_arguments(named_arguments(node)["q_latent"])["weight"]
+    assert shards(graph_module)[str(into.target)].pieces == (((0, 2),), ((2, 4),))
