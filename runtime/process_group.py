@@ -35,6 +35,8 @@ START_TIMEOUT_S = 600.0
 # How long a failed operation looks for the rank at fault: a process takes a moment to go.
 SEARCH_S = 2.0
 BEAT_S = 1.0
+# NCCL ends the process when it has waited for too long, without a word about who is missing: not before that is said.
+GRACE_S = 120.0
 STORE_S = 3.0  # longest wait for an answer of the store
 # Beats without which a rank of another machine is held for lost: after a failure, and while it may be loading.
 BEATS, BEATS_AT_MEETINGS = 2.5, 10.0
@@ -110,7 +112,10 @@ class AxisGroup:
 
     def _run(self, what: str, x: Tensor, start: Callable[[Any], Any]) -> None:
         try:
-            start(self._backend(x.device)).wait()
+            work = start(self._backend(x.device))
+            if x.device.type == "cuda":
+                wait_for(work, self._owner.timeout_s)
+            work.wait()
         except RuntimeError as error:
             raise self._owner.failure(f"{what} over {self.name}", self.ranks, error) from error
 
@@ -172,7 +177,7 @@ class Ranks:
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, group.coordinate, group.size, limit)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = limit + timedelta(seconds=GRACE_S)
         return dist.ProcessGroupNCCL(store, group.coordinate, group.size, options)
 
     def meet(self) -> None:
@@ -315,6 +320,15 @@ class Ranks:
             thread.join(STORE_S)
             self._is_store_silent = thread.is_alive()
         return answers[0] if answers else otherwise
+
+
+def wait_for(work: Any, limit_s: float) -> None:
+    """Until an operation on a GPU has ended. RuntimeError if it does not in time."""
+    end = time.monotonic() + limit_s
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"Timed out after {limit_s:.0f} s")
+        time.sleep(0)
 
 
 def check_world(mesh: Mesh, world: int) -> None:

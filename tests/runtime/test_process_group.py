@@ -1,15 +1,18 @@
 """Ranks that are processes: results as of threads, and what the others say when one is lost."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import rank_work
+import torch
 from rank_processes import on_processes
 from rank_threads import on_ranks
 
-from octavo.compiler.errors import ExecutionError, OptionError
+from octavo.compiler.errors import ExecutionError, OptionError, RankError
 from octavo.compiler.mesh import Mesh
-from octavo.runtime.process_group import Ranks
+from octavo.runtime.process_group import AxisGroup, Ranks
 
 
 def test_operations_are_those_of_threads() -> None:
@@ -63,6 +66,41 @@ def test_a_slow_rank_is_said_to_run() -> None:
     outcomes = on_processes(2, rank_work.slow, 2)
     assert outcomes[1].value == "slow"
     assert "ranks 1 run, but one of them did not take part within 0" in outcomes[0].error
+
+
+def test_a_termination_says_who_is_lost() -> None:
+    outcomes = on_processes(2, rank_work.terminated, True)
+    assert re.match(
+        r"RankError: rank 1 \(pid \d+ on .*\) is gone; start all ranks again$", outcomes[0].error
+    ), outcomes
+    outcomes = on_processes(2, rank_work.terminated, False)
+    assert [each.value for each in outcomes] == ["exit 143", "not lost"]
+
+
+class Unfinished:
+    """An operation on a GPU that ends after some questions, or never."""
+
+    def __init__(self, questions: float) -> None:
+        self.questions = questions
+
+    def is_completed(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+    def wait(self) -> None:
+        assert self.questions < 0
+
+
+def test_operations_on_gpus_end_in_time_too() -> None:
+    owner: Any = SimpleNamespace(
+        rank=0, timeout_s=0.05, failure=lambda what, ranks, error: RankError(f"{what} of {ranks}: {error}"),
+        connect=lambda *_: None,
+    )  # fmt: skip
+    group = AxisGroup(owner, "dp", (0, 1))
+    memory: Any = SimpleNamespace(device=torch.device("cuda"))
+    group._run("all_gather", memory, lambda _: Unfinished(3))
+    with pytest.raises(RankError, match=r"all_gather over dp of \(0, 1\): Timed out after 0 s"):
+        group._run("all_gather", memory, lambda _: Unfinished(float("inf")))
 
 
 def test_a_group_of_the_caller() -> None:

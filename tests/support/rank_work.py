@@ -123,8 +123,24 @@ def with_own_group(rank: int, members: Sequence[int]) -> Any:
     return ranks.rank, ranks.all.gather_numbers([rank])
 
 
-def wrong_world(rank: int, size: int) -> None:
-    Ranks(Mesh(dp=2, ep=size))
+def terminated(rank: int, is_lost: bool) -> str:
+    """As torchrun ends ranks once one of them is lost."""
+    ranks = Ranks(Mesh(ep=2), timeout_s=20)
+    ranks.meet()
+    if rank == 1:
+        if is_lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ranks.meet()
+        return "not lost"
+    with ranks.explaining_termination():
+        time.sleep(0.3)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except SystemExit as end:
+            ranks.meet()
+            return f"exit {end.code}"
+    return "nothing happened"
 
 
 class CollectiveRunner(FakeRunner):
