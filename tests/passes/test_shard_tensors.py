@@ -19,7 +19,7 @@ def first(graph_module: GraphModule, name: str) -> dict[str, object]:
     return named_arguments(next(n for n in graph_module.graph.nodes if op(n) == name))
 
 
-# Merged projections; a norm of each head; a bias behind the sum, sinks; no gate; latents; slopes; one key for all heads.
+# Merged projections; a norm of each head; a bias behind the sum, sinks; no gate; latents; slopes; one head of keys.
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
