@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.artifact import Artifact
-from octavo.compiler.errors import ExecutionError
 from octavo.compiler.expert_placement import ExpertPlacement
 from octavo.compiler.program import ITEM_BYTES, Step
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_launch import Sizes
 from octavo.runtime.cuda_runner import DEFAULT_MAX_REQUESTS, CudaRunner
-from octavo.runtime.expert_layers import ExpertLoads, placed_weights
+from octavo.runtime.expert_layers import CountsExperts, placed_weights
 from octavo.runtime.meetings import Meetings
 from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region
 
@@ -31,7 +30,7 @@ class Meeting(NamedTuple):
     sizes: Sizes
 
 
-class CudaRankRunner(CudaRunner):
+class CudaRankRunner(CountsExperts, CudaRunner):
     """Steps are launched kernel by kernel and not from CUDA graphs, as a collective ends on the host; none is padded.
 
     agree  makes of the pages that this rank has room for those that all ranks of its batch have
@@ -46,7 +45,6 @@ class CudaRankRunner(CudaRunner):
         self._meetings = Meetings(artifact.program, collectives)
         self._agree = agree
         self._artifact = artifact
-        self._loads: ExpertLoads | None = None
         super().__init__(
             artifact, num_pages, num_host_pages=num_host_pages, max_requests=max_requests, graphs=False,
             driver=driver, rank=rank,
@@ -100,16 +98,6 @@ class CudaRankRunner(CudaRunner):
         self._driver.download(array.reshape(-1).view(np.uint8), region.address, self._stream)
         self._driver.synchronize(self._stream)
         return array
-
-    def count_experts(self, is_on: bool = True) -> None:
-        """As NativeRunner.count_experts."""
-        self._loads = ExpertLoads(self.program) if is_on else None
-
-    def expert_loads(self) -> NDArray[np.int64]:
-        """As NativeRunner.expert_loads."""
-        if self._loads is None:
-            raise ExecutionError("expert_loads: expected count_experts before the steps, got none")
-        return self._loads.counts.copy()
 
     def place_experts(self, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None = None) -> None:
         """As NativeRunner.place_experts: the new experts are copied over those that were there."""

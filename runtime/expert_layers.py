@@ -43,6 +43,23 @@ class ExpertLoads:
             self.counts[layer, here] += tokens[places[here]]
 
 
+class CountsExperts:
+    """Of a runner of a rank: the tokens that its experts get, counted where that is asked."""
+
+    program: Program
+    _loads: ExpertLoads | None = None
+
+    def count_experts(self, is_on: bool = True) -> None:
+        """Count from now on how many tokens each expert gets, or stop."""
+        self._loads = ExpertLoads(self.program) if is_on else None
+
+    def expert_loads(self) -> NDArray[np.int64]:
+        """Tokens of each layer's experts since count_experts (layers, E), as this rank answers for them."""
+        if self._loads is None:
+            raise ExecutionError("expert_loads: expected count_experts before the steps, got none")
+        return self._loads.counts.copy()
+
+
 def placed_weights(
     artifact: Artifact, rank: int, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None
 ) -> dict[str, NDArray[Any]]:

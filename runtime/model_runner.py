@@ -17,7 +17,7 @@ from octavo.compiler.expression import evaluate
 from octavo.compiler.host import available_memory, build_shared_library, can_run, host_features, usable_cores
 from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program, Step
 from octavo.runtime.batch import Batch
-from octavo.runtime.expert_layers import ExpertLoads, placed_weights
+from octavo.runtime.expert_layers import CountsExperts, placed_weights
 from octavo.runtime.meetings import Meetings
 from octavo.runtime.page_moves import HostPages, Move
 from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region, array_of
@@ -68,7 +68,7 @@ class ModelRunner(Protocol):
         ...
 
 
-class NativeRunner:
+class NativeRunner(CountsExperts):
     """A cpu artifact's program on this machine's cores.
 
     num_pages       KV pages with the null page; None: see `default_num_pages`
@@ -122,7 +122,6 @@ class NativeRunner:
         self._logits = aligned_zeros(ALIGNMENT)
         self._workspace = aligned_zeros(ALIGNMENT)
         self._artifact = artifact
-        self._loads: ExpertLoads | None = None
 
     def _allocate(self, artifact: Artifact, buffers: list[Buffer]) -> dict[str, NDArray[Any]]:
         """Weights as they are mapped, and zeroed pages."""
@@ -156,16 +155,6 @@ class NativeRunner:
             self._meetings.meet(step, self.regions(step))
             self.run_segment(segment)
         return self.logits()
-
-    def count_experts(self, is_on: bool = True) -> None:
-        """Count from now on how many tokens each expert gets, or stop."""
-        self._loads = ExpertLoads(self.program) if is_on else None
-
-    def expert_loads(self) -> NDArray[np.int64]:
-        """Tokens of each layer's experts since count_experts (layers, E), as this rank answers for them."""
-        if self._loads is None:
-            raise ExecutionError("expert_loads: expected count_experts before the steps, got none")
-        return self._loads.counts.copy()
 
     def place_experts(self, placements: Sequence[ExpertPlacement], loads: NDArray[Any] | None = None) -> None:
         """Hold other experts from the next step on, by layer; every rank is given the same. Outputs stay as they are,
