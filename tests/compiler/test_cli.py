@@ -33,7 +33,7 @@ Run = Callable[..., Result]
 
 def octavo_process(*arguments: object, **changes: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"}
-    command = [sys.executable, "-m", "octavo.compiler.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "octavo", *map(str, arguments)]
     # A background job hands on an ignored SIGINT, with which nothing could be interrupted.
     listening = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     return subprocess.run(
