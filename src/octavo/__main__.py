@@ -1,4 +1,4 @@
-"""`python -m octavo` is the command `octavo`; so torchrun starts it: `torchrun --nproc-per-node 4 -m octavo run DIR`."""
+"""`python -m octavo` is the command `octavo`, and so is what `torchrun -m octavo` starts."""
 
 from octavo.compiler.cli import main
 
