@@ -26,14 +26,16 @@ def draw_rank_loads(path: Path, before: Sequence[Sequence[float]], after: Sequen
     panels = figure.subplots(1, 2, sharey=True)
     shown = [[_over_mean(row) for row in rows] for rows in (before, after)]
     largest = max(max(row) for rows in shown for row in rows)
+    images = []
     for axes, rows, title in zip(panels, shown, ("experts in order", "placed by load"), strict=True):
         image = axes.imshow(
             rows, aspect="auto", cmap="viridis", vmin=0.0, vmax=largest, interpolation="nearest"
         )
+        images.append(image)
         axes.set(xlabel="rank")
         axes.set_title(f"{title}: largest {max(map(max, rows)):.2f} of the mean", loc="left", fontsize=10)
     panels[0].set(ylabel="layer")
-    figure.colorbar(image, ax=panels, label="load over the layer's mean")
+    figure.colorbar(images[0], ax=panels, label="load over the layer's mean")
     figure.savefig(path, dpi=DPI)
 
 

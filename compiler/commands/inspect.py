@@ -18,6 +18,7 @@ from octavo.compiler.report import Report, plain_table, size_text, titled
 from octavo.runtime.model_runner import page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
+OWN_TABLES = ("carving", "quantization")  # of the provenance
 UNSEEN = ("config", "calibration", "plan", "outer_scales", "sources")  # of what is told of quantisation
 
 
@@ -68,8 +69,9 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
         "artifact": {
             "path": str(artifact.path),
             **{name: value for name, value in manifest.items() if name not in IN_OTHER_PARTS},
-            **{name: value for name, value in manifest["provenance"].items() if name != "quantization"},
+            **{name: value for name, value in manifest["provenance"].items() if name not in OWN_TABLES},
         },
+        **_carving(manifest["provenance"].get("carving")),
         **_quantization(manifest["provenance"].get("quantization")),
         **_types(artifact.types()),
         "model": dict(manifest["model"]),
@@ -93,6 +95,11 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
             "token_without_reuse": plan["naive"],
         },
     }
+
+
+def _carving(provenance: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """How FFNs were cut into experts."""
+    return {} if provenance is None else {"carving": {**provenance["config"], **provenance["calibration"]}}
 
 
 def _quantization(provenance: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:

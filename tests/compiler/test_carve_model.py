@@ -15,6 +15,7 @@ from octavo import CarveConfig
 from octavo.compiler import carve_model as carve_model_module
 from octavo.compiler.carve_model import carve_model, kept
 from octavo.compiler.carving import Carving, carve
+from octavo.compiler.commands.inspect import artifact_facts
 from octavo.compiler.errors import OptionError, PassError
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quality import perplexity
@@ -105,6 +106,7 @@ def test_the_whole_model_generates_the_same_tokens_and_composes(tmp_path: Path) 
     carving = Report.of(whole.artifact).data["carving"]
     assert carving["quality"]["kl"] < 1e-6 and carving["config"]["top_k"] == 3
     assert whole.artifact.manifest["provenance"]["carving"]["calibration"]["tokens"] == 118
+    assert artifact_facts(whole.artifact)["carving"]["top_k"] == 3
     # From the dump of carve_moe, with the same weights, the same artifact.
     (path,) = (tmp_path / "dump").glob("*_carve_moe.py")
     resumed = octavo.resume(path, progress=False, verify="off")
