@@ -126,8 +126,9 @@ class ExpertLoops(Questions):
             return places
         if len(places) > 1:
             refuse("nonzero of a condition with several axes; use torch.where or as_tuple=True")
-        return self._new("op", (self.known[id(places[0])], -1), empty_on_meta((ROWS, 1), torch.int64),
-                         self.known[id(places[0])].rows, "unsqueeze", Tensor.unsqueeze)  # fmt: skip
+        (place,) = (self.known[id(p)] for p in places)
+        like = empty_on_meta((ROWS, 1), torch.int64)
+        return self._new("op", (place, -1), like, place.rows, "unsqueeze", Tensor.unsqueeze)
 
     _on_argwhere = _on_nonzero
 
@@ -271,15 +272,11 @@ class ExpertLoops(Questions):
         in_rows = isinstance(target, Lazy) and (target.rows is not None or not is_new)
         if in_rows or not isinstance(index, Lazy) or given.get("alpha", 1) != 1 or given["dim"] != 0:
             refuse("index_add of something else than an expert's rows to the tokens")
-        value = self._spread(
-            target.like if isinstance(target, Lazy) else target,
-            source,
-            (_place(index).args[0],),
-            _place(index).rows,
-        )
+        tokens: Tensor = target.like if isinstance(target, Lazy) else target
+        value = self._spread(tokens, source, (_place(index).args[0],), _place(index).rows)
         if not is_new:
-            return self._wait(target, value)
-        like = run_on_meta(torch.add, (target.like if isinstance(target, Lazy) else target, value.like), {})
+            return self._wait(tokens, value)
+        like = run_on_meta(torch.add, (tokens, value.like), {})
         return self._new("op", (target, value), like, None, "add", torch.add)
 
     def _on_stack(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ not, gate before up or in turn, which bias is whose, activations and clamps. Cal
 again.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -132,12 +133,14 @@ def _run(graph_module: GraphModule, region: Region) -> _Probe:
     site = Site(
         region.root.name, "", form, form, tuple(n.meta["val"] for n in leaves), fixed, region.root.name
     )  # fmt: skip
-    for narrow in (*itertools.islice(reductions(site), 1), site):
-        try:
+    for narrow in itertools.islice(reductions(site), 1):
+        with contextlib.suppress(Exception):  # whatever the reason, it runs at its own size then
             return _run_at(narrow, region)
-        except Exception as error:
-            failure = error
-    raise Refused(f"it does not run on its own ({type(failure).__name__}: {_first_line(failure)})")
+    try:
+        return _run_at(site, region)
+    except Exception as error:
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        raise Refused(f"it does not run on its own ({what})") from None
 
 
 def _first_line(error: Exception) -> str:

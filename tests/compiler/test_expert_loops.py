@@ -17,7 +17,7 @@ from octavo.compiler.errors import CaptureError
 from octavo.compiler.lazy_values import Count
 
 octavo = torch.ops.octavo
-OFTEN = ("mixtral", "hit", "mask", "repeated", "dense", "deepseek-v3")
+OFTEN = ("mixtral", "repeated", "deepseek-v3")
 OF_SELECTED = ("softmax_selected", False, 1, 1, "top2_sum", 1.0)
 ROUTING = {
     "gpt-oss": OF_SELECTED,

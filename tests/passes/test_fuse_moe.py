@@ -32,7 +32,12 @@ FOUND: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
 IN_BF16 = ("grouped products", "gathered")  # torch exports grouped products in no other dtype
 
 
-@pytest.mark.parametrize("name", FOUND)
+SELDOM = ("one-hot einsum", "shared expert")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SELDOM else n for n in FOUND]
+)
 def test_knows_the_spellings(name: str) -> None:
     dtype = BF16 if name in IN_BF16 else FP32
     graph_module, mixtures, routers = fused(EXPORTABLE[name], dtype)

@@ -1,6 +1,7 @@
 """Loops over experts as people and libraries write them: each expert's tokens are looked up, or all are weighted."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from mixtures import EXPERTS, INNER, TOP, WIDTH, Gathered, Pair, Routed, Stacked
@@ -52,9 +53,10 @@ class HitLoop(MixtralLoop):
         result = torch.zeros_like(x)
         mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
         hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        experts: Any = self.experts
         for number in hit:
             slot, token = torch.where(mask[number].squeeze(0))
-            made = self.experts[number](x[token]) * weights[token, slot, None]
+            made = experts[number](x[token]) * weights[token, slot, None]
             result.index_add_(0, token, made.to(x.dtype))
         return result
 
@@ -202,8 +204,7 @@ class SumOfAll(Routed):
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         shares = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter_(1, chosen, weights)
         parts = (shares[:, i : i + 1] * self.by_name[f"expert_{i}"](x) for i in range(EXPERTS))
-        total: Tensor = sum(parts)
-        return total
+        return cast(Tensor, sum(parts))
 
 
 class QwenLoop(MixtralLoop):

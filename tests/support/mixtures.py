@@ -116,8 +116,8 @@ class GroupedProducts(Stacked):
         order = flat.argsort()
         ends = F.one_hot(flat, self.experts).sum(0).cumsum(0).to(torch.int32)
         token = order // TOP
-        hidden = self.gate(torch._grouped_mm(x[token], self.gate_up.transpose(1, 2), offs=ends))
-        made = torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
+        hidden = self.gate(F.grouped_mm(x[token], self.gate_up.transpose(1, 2), offs=ends))
+        made = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
         made = made * weights.reshape(-1)[order][:, None]
         return torch.zeros_like(x).index_add_(0, token, made.to(x.dtype))
 
