@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from octavo.compiler.simulate import simulate
 from octavo.compiler.type_rules import check_types
 from octavo.passes.insert_collectives import insert_collectives
 from octavo.passes.overlap_shared_expert import overlap_shared_expert
-from octavo.passes.rule import PassReport, run_pass
+from octavo.passes.rule import PassReport, Proof, run_pass
 from octavo.passes.shard_experts import shard_experts
 from octavo.passes.shard_tensors import shard_tensors
 from octavo.passes.sharding import shards
@@ -102,12 +101,8 @@ def parallelize(
     check_types(graph_module, after="overlap_shared_expert")
     check_placements(graph_module, parallel.mesh, after="overlap_shared_expert")
     if whole is not None:
-        proof = prove_parallel(whole, graph_module, parallel, page_size)
-        reports[-1].notes["simulated"] = str(proof)
-        reports[-1].proof.sites, reports[-1].proof.worst, reports[-1].proof.bound = (
-            1,
-            proof.worst,
-            proof.bound,
+        reports.append(
+            run_pass(lambda ranks: prove_parallel(whole, ranks, parallel, page_size), graph_module)
         )
     return reports
 
@@ -122,20 +117,9 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
     return made
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """worst  largest difference of a rank's logits from those of the whole graph, over the largest logit."""
-
-    worst: float
-    bound: float
-    ranks: int
-
-    def __str__(self) -> str:
-        return f"{self.ranks} ranks, worst {self.worst:.1e} of the largest logit, bound {self.bound:.0e}"
-
-
-def prove_parallel(whole: GraphModule, ranks: GraphModule, parallel: Parallel, page_size: int) -> Simulated:
+def prove_parallel(whole: GraphModule, ranks: GraphModule, parallel: Parallel, page_size: int) -> PassReport:
     """Run both on random tokens. Raises PassError where they differ. What rows lose on the wire is no part of it."""
+    report = PassReport("simulate_ranks", "reassociates")
     mesh, plain = parallel.mesh, not any(op(n) in QUANTIZED_KERNELS for n in whole.graph.nodes)
     convert = _wide if plain else _as_it_is
     prompts = [_prompt(whole, mesh.coordinates(rank)["dp"]) for rank in range(mesh.world)]
@@ -155,10 +139,12 @@ def prove_parallel(whole: GraphModule, ranks: GraphModule, parallel: Parallel, p
             worst = max(worst, error) if error == error else math.nan
     if not worst <= bound:
         raise PassError(
-            f"insert_collectives: logits of {mesh.world} ranks ({mesh}) differ from those of the whole graph by "
+            f"simulate_ranks: logits of {mesh.world} ranks ({mesh}) differ from those of the whole graph by "
             f"{worst:.2e} of the largest, bound {bound:.0e}; a value is summed, cut or sent wrongly"
         )
-    return Simulated(worst, bound, mesh.world)
+    report.proof = Proof(1, worst, bound)
+    report.notes["ranks"] = f"{mesh.world}, worst {worst:.1e} of the largest logit, bound {bound:.0e}"
+    return report
 
 
 def _alone(whole: GraphModule, prompt: list[int], page_size: int, convert: Convert) -> Tensor:
