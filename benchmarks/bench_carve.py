@@ -6,7 +6,7 @@
 
 The model is lowered once, in fp32. For every count of experts and fraction its graph is carved with calibration text
 that comes with Octavo, and reads the same windows of benchmarks/text, no token of which calibration saw. Where all
-experts are active, logits must be the dense ones but for the order of sums: the worst difference is printed beside its
+experts are active, results must be the dense ones but for the order of sums: the worst difference is printed beside its
 bound. Writes OUT.json and OUT.png beside the table.
 """
 
@@ -150,7 +150,7 @@ def measure(config: CarveConfig, given: Given, dense: Sequence[Distribution], ba
         row["worst_difference"] = worst_difference(dense, logits)
         if row["worst_difference"] > BOUND["fp32"]:
             raise PassError(
-                f"all experts are active, and logits differ by {row['worst_difference']:.1e} of the largest"
+                f"all experts are active, and log-probabilities differ by {row['worst_difference']:.1e} of the largest"
             )
     return row
 
@@ -212,7 +212,9 @@ def show(rows: Sequence[dict[str, Any]], tokens: int) -> None:
     for row in rows:
         if "worst_difference" in row:
             worst = f"{row['worst_difference']:.1e}, bound {BOUND['fp32']:.0e}"
-            console.print(f"{row['experts']} experts, all active: worst difference of logits {worst}")
+            console.print(
+                f"{row['experts']} experts, all active: worst difference of log-probabilities {worst}"
+            )
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> Figure:
