@@ -218,7 +218,7 @@ class Bench:
 
     def run(self) -> dict[str, float]:
         """Worst error over bound by wire; nan where bits differ between dispatchers, repeats or ranks."""
-        found = dict.fromkeys((*WIRES, ADDED), 0.0)
+        found: dict[str, float] = dict.fromkeys((*WIRES, ADDED), 0.0)
         for dtype in DTYPES:
             for wire in WIRES:
                 if dtype is torch.float64 and wire != "model":

@@ -52,7 +52,7 @@ def _same(node: Node, where: Where) -> Results:
 
 def _linear(node: Node, at: Places) -> Outcome:
     """x @ w.T: rows of the weight make channels of the result; columns take channels of x and leave a sum."""
-    rest = {name: where for name, where in at.items() if name not in ("x", "weight")}
+    rest: dict[str, Where] = {name: where for name, where in at.items() if name not in ("x", "weight")}
     if at["weight"] == 1:
         # A bias counts once: partial, as only the first rank has it.
         return Outcome({**rest, "x": _last(node, "x"), "weight": 1, "bias": "partial"}, "partial")
@@ -69,7 +69,7 @@ def _quantized_linear(node: Node, at: Places) -> Outcome:
     """Rows may be cut; the columns of codes and scales are not, so that blocks and outer scales stay whole."""
     if at.get("weight") != 0:
         return _whole(node, at)
-    rows = {
+    rows: dict[str, Where] = {
         name: at[name] for name in ("weight", "weight_scale", "alpha", "weight_alpha", "bias") if name in at
     }
     return Outcome({**dict.fromkeys(at), **rows}, _last(node, "x"))
@@ -154,7 +154,7 @@ def _experts(node: Node, at: Places) -> Outcome:
         return Outcome({**dict.fromkeys(at), **dict.fromkeys(weights, 0)}, "partial")
     if at["down"] == WIDTH:
         cut: dict[str, Where] = {"gate_up": 1, "gate_up_bias": 1, "down": WIDTH, "down_bias": "partial"}
-        needs = {name: cut.get(name) for name in at}
+        needs: dict[str, Where] = {name: cut.get(name) for name in at}
         return Outcome(needs, "partial")
     return _whole(node, at)
 

@@ -73,7 +73,7 @@ class _Walk:
         for axis in MODEL_AXES:
             if self.mesh.size(axis) == 1:
                 continue
-            at = {name: placement_of(value).along(axis) for name, value in given.items()}
+            at: dict[str, Where] = {name: placement_of(value).along(axis) for name, value in given.items()}
             wanted = outcome(node, at)
             for name, where in wanted.needs.items():
                 if name in given and at[name] != where:
