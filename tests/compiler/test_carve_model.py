@@ -114,6 +114,20 @@ def test_the_whole_model_generates_the_same_tokens_and_composes(tmp_path: Path) 
     assert [one.token_ids for one in resumed.generate(PROMPTS, params)] == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [octavo.Parallel(ep=3), octavo.Parallel(ep=2, dp=2)], ids=str)
+def test_a_dense_model_is_served_by_ranks_of_experts(parallel: octavo.Parallel) -> None:
+    model, params = tiny_llama.build(), octavo.SamplingParams(max_tokens=16)
+    given = sequences(tiny_llama.VOCAB)
+    dense = octavo.compile(model, progress=False, verify="off")
+    spread = octavo.compile(
+        model, progress=False, carve=CarveConfig(4, 1, 3), calibration=given, parallel=parallel
+    )
+    assert spread.artifact.program.mesh.world == parallel.world
+    wanted, got = (one.generate(PROMPTS, params) for one in (dense, spread))
+    assert [one.token_ids for one in got] == [one.token_ids for one in wanted]
+
+
 def test_some_experts_in_four_bits() -> None:
     """Judged against the graph that is carved and quantised, as the model itself it is not."""
     config, given = CarveConfig(3, 1, 1), sequences(tiny_llama.VOCAB)  # widths of 16
