@@ -1,4 +1,9 @@
-"""Lowered graph -> the graph that every rank runs, checked, and proven by running all ranks beside the whole graph."""
+"""Lowered graph -> the graph that every rank runs, checked, and proven by running all ranks beside the whole graph.
+
+It comes last, on kernels and quantised weights: a model is captured, proven, calibrated and quantised once, whole, and
+its weights stay whole in the artifact, where each rank finds its pieces (program.Shard). So experts move between ranks
+by taking other pieces, and a graph for another mesh needs no other weights.
+"""
 
 import copy
 import functools
