@@ -14,8 +14,9 @@ from octavo.compiler.errors import OptionError
 from octavo.compiler.expression import evaluate
 from octavo.compiler.precision_plot import draw_precision
 from octavo.compiler.precision_table import precision_tables
+from octavo.compiler.program import Program
 from octavo.compiler.report import Report, plain_table, size_text, titled
-from octavo.runtime.model_runner import page_bytes
+from octavo.runtime.model_runner import num_bytes, page_bytes
 
 IN_OTHER_PARTS = ("files", "checksum", "model", "options", "provenance")
 OWN_TABLES = ("carving", "quantization")  # of the provenance
@@ -63,7 +64,10 @@ def show_artifact(path: Path, as_json: bool, plot: Path | None = None) -> None:
 def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
     """What `inspect` shows but the files, sizes in bytes. page: a KV page in all layers; context_token: its part."""
     program, model, manifest = artifact.program, artifact.model, artifact.manifest
-    full = {"T": model.max_batch_tokens, "R": 1, "L": 1, "P": -(-model.max_model_len // program.page_size)}
+    full = {
+        "T": model.max_batch_tokens, "R": 1, "L": 1, "P": -(-model.max_model_len // program.page_size),
+        "N": model.max_batch_tokens * program.mesh.dp,
+    }  # fmt: skip
     plan = Report.of(artifact).data["memory"]
     return {
         "artifact": {
@@ -84,8 +88,10 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
             "buffers": len(program.buffers),
             "page_size": program.page_size,
         },
+        **_ranks(artifact),
         "memory": {
             "weights": sum(weight.array.nbytes for weight in artifact.weights.values()),
+            **({"weights_of_a_rank": _held(program)} if program.mesh.world > 1 else {}),
             "page": page_bytes(program),
             "context_token": page_bytes(program) // program.page_size,
             "workspace": str(program.workspace),
@@ -95,6 +101,39 @@ def artifact_facts(artifact: Artifact) -> dict[str, dict[str, Any]]:
             "token_without_reuse": plan["naive"],
         },
     }
+
+
+def _ranks(artifact: Artifact) -> dict[str, dict[str, Any]]:
+    """How the program is spread: the mesh, what is cut, where experts lie, and how often each collective runs."""
+    program, options = artifact.program, artifact.manifest["options"]
+    if program.mesh.world == 1:
+        return {}
+    steps = Counter(f"{step.kernel} over {step.axis}" for step in program.collectives)
+    local = {buffer.name: buffer.shape for buffer in program.of_kind("weight")}
+    experts = Counter(
+        (len(artifact.weights[layer.weights[0]].array), local[layer.weights[0]][0])
+        for layer in program.experts
+    )
+    spread = ", ".join(
+        f"{count} layer{'s' * (count > 1)} of {total}, room for {own} on a rank"
+        for (total, own), count in experts.items()
+    )
+    wire = (options.get("parallel") or {}).get("wire")
+    return {
+        "ranks": {
+            "mesh": str(program.mesh),
+            "processes": program.mesh.world,
+            **({"experts": spread} if spread else {}),
+            **({"wire": wire} if program.mesh.dp > 1 and wire else {}),
+            "weights_cut": f"{len(program.shards)} of {len(local)}; every rank has the others whole",
+            **dict(sorted(steps.items())),
+        }
+    }
+
+
+def _held(program: Program) -> int:
+    """Bytes of weights on every rank, places for copies of experts included."""
+    return sum(num_bytes(buffer, {}) for buffer in program.of_kind("weight"))
 
 
 def _carving(provenance: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
