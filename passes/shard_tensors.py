@@ -3,7 +3,7 @@
 What makes queries, keys, values, gates, ups and logits is cut by rows, so that each rank makes its own heads or
 channels; what takes them is cut by columns and leaves a part of a sum. A head of keys that several ranks need, each
 has; latents, which all heads share, every rank has whole. Left whole, with a reason: heads or widths that do not
-divide, quantised products that take cut channels, swizzled scales.
+divide, quantised products that take cut channels, block scales whose tiles would be cut.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from octavo.compiler.dims import caches_of, leaves_graph
 from octavo.compiler.legality import named_arguments, op
 from octavo.compiler.mesh import Mesh
+from octavo.compiler.nvfp4 import TILE_ROWS
 from octavo.compiler.options import Parallel
 from octavo.compiler.placement import Placement
 from octavo.passes.rule import PassReport
@@ -42,6 +43,8 @@ def shard_tensors(graph_module: GraphModule, parallel: Parallel) -> PassReport:
             cut.latent_attention(node)
         elif op(node) in ("octavo::act_mul", "octavo::pointwise"):
             cut.ffn(node)
+        elif op(node) == "octavo::act_mul_quantize":
+            report.reject(node, "channels that are quantised as they are made are left whole")
         elif op(node) in LINEARS and leaves_graph(node):
             cut.rows(node, [(_rows(node), 1)])
     report.notes["cut"] = f"{cut.num_attentions} attentions, {cut.num_ffns} FFNs"
@@ -121,7 +124,7 @@ class _Cut:
                 return f"its heads come from {op(linear)}, expected a product"
             if sum(count * width for count, width in own) != _rows(linear):
                 return f"{linear.name} makes {_rows(linear)} channels, expected those of {own}"
-            if reason := _why_not_rows(linear):
+            if reason := self._why_not_rows(linear, own):
                 return reason
         takers = list(_takers(node))
         if len(takers) != 1 or op(takers[0]) not in (*LINEARS, "octavo::quantize"):
@@ -146,7 +149,7 @@ class _Cut:
             return
         halves = 2 if op(node) == "octavo::act_mul" else 1
         width = _rows(linear) // halves
-        reason = _why_not_rows(linear)
+        reason = self._why_not_rows(linear, [(width, 1)] * halves)
         if width % self.mesh.tp:
             reason = f"a width of {width} does not divide over {self.mesh.tp} ranks"
         if reason:
@@ -158,15 +161,20 @@ class _Cut:
 
     def rows(self, linear: Node, sections: Sequence[Section]) -> None:
         """Cut what makes channels, section by section."""
-        if any(count % self.mesh.tp and self.mesh.tp % count for count, _ in sections) or _why_not_rows(
-            linear
+        if any(count % self.mesh.tp and self.mesh.tp % count for count, _ in sections) or self._why_not_rows(
+            linear, sections
         ):
             return
         given, rows = named_arguments(linear), _rows(linear)
         for name in ROW_ARGUMENTS:
             weight = given.get(name)
-            if isinstance(weight, Node) and weight.meta["val"].shape[0] == rows:
+            if not isinstance(weight, Node):
+                continue
+            size = weight.meta["val"].shape[0]
+            if size == rows:
                 self._cut(own_copy(self.graph_module, weight, linear), 0, sections)
+            elif name == "weight_scale":  # swizzled: tiles of 128 rows lie one after another
+                self._cut(own_copy(self.graph_module, weight, linear), 0, sections, size // rows)
 
     def _columns(self, node: Node) -> None:
         """Cut what takes the channels of a value, where it is a plain product."""
@@ -179,11 +187,36 @@ class _Cut:
         if isinstance(given["bias"], Node):
             first_rank_only(self.graph_module, own_copy(self.graph_module, given["bias"], linear), self.mesh)
 
-    def _cut(self, weight: Node, dim: int, sections: Sequence[Section]) -> None:
-        def ranges(t: int) -> Ranges:
-            return list(_ranges(sections, t, self.mesh.tp))
+    def _why_not_rows(self, linear: Node, sections: Sequence[Section]) -> str | None:
+        """Swizzled block scales are cut between tiles of 128 rows only."""
+        if named_arguments(linear).get("layout", "linear") == "linear":
+            return None
+        ends = [
+            end for t in range(self.mesh.tp) for piece in _ranges(sections, t, self.mesh.tp) for end in piece
+        ]
+        if uneven := [end for end in (*ends, _rows(linear)) if end % TILE_ROWS]:
+            return (
+                f"block scales of {linear.name} lie in tiles of {TILE_ROWS} rows, and one of {self.mesh.tp} parts "
+                f"would end at row {uneven[0]}"
+            )
+        return None
 
-        spread(self.graph_module, weight, dim, by_coordinate(self.mesh, "tp", ranges), Placement(tp=dim))
+    def _cut(self, weight: Node, dim: int, sections: Sequence[Section], elements: int = 1) -> None:
+        """elements: of the tensor, for each row."""
+
+        def ranges(t: int) -> Ranges:
+            parts = _ranges(sections, t, self.mesh.tp)
+            return [(start * elements, stop * elements) for start, stop in parts]
+
+        placement = Placement(tp=dim)
+        spread(
+            self.graph_module,
+            weight,
+            dim,
+            by_coordinate(self.mesh, "tp", ranges),
+            placement,
+            elements=elements,
+        )
 
 
 def _ranges(sections: Sequence[Section], t: int, tp: int) -> Iterator[tuple[int, int]]:
@@ -193,15 +226,6 @@ def _ranges(sections: Sequence[Section], t: int, tp: int) -> Iterator[tuple[int,
         first, last = (t * count // tp, (t + 1) * count // tp) if count >= tp else (t * count // tp,) * 2
         yield start + first * width, start + max(last, first + 1) * width
         start += count * width
-
-
-def _why_not_rows(linear: Node) -> str | None:
-    layout = named_arguments(linear).get("layout", "linear")
-    return (
-        None
-        if layout == "linear"
-        else f"block scales of {linear.name} are {layout}; cut them before they are"
-    )
 
 
 def _writer(attention: Node) -> Node:

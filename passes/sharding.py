@@ -42,12 +42,13 @@ def piece(tensor: torch.Tensor, shard: Shard, rank: int) -> torch.Tensor:
 
 def spread(
     graph_module: GraphModule, node: Node, dim: int, ranges: Sequence[Ranges], placement: Placement,
-    whole: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None, elements: int = 1,
 ) -> None:  # fmt: skip
     """Let every rank hold ranges of `dim` of a weight; ranges[rank].
 
     node   get_attr of the weight
     whole  what the ranges are of, where that is not the weight itself
+    elements  of the tensor, for each row of the value that it is a part of: swizzled block scales have several
     """
     name = str(node.target)
     tensor = held(graph_module, name) if whole is None else whole
@@ -56,7 +57,7 @@ def spread(
     if part := declared(graph_module).get(name):
         whole_types(graph_module)[name] = part
         shape = list(part.type.shape)
-        shape[dim] = shard.length(0)
+        shape[dim] = shard.length(0) // elements
         declared(graph_module)[name] = replace(part, type=replace(part.type, shape=tuple(shape)))
     shards(graph_module)[name] = shard
     local = piece(tensor, shard, 0)

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from spread import logits_of_ranks, lowered, spread
+from spread import PAGE_SIZE, SETTINGS, logits_of_ranks, lowered, spread
 from torch.fx import GraphModule
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from octavo.compiler.capture import capture
 from octavo.compiler.legality import named_arguments, op
 from octavo.compiler.mesh import ONE_RANK
-from octavo.compiler.options import Parallel
+from octavo.compiler.options import CompileOptions, Parallel, QuantConfig
+from octavo.compiler.parallelize import copy_graph, parallelize
+from octavo.compiler.pipeline import lower
+from octavo.compiler.progress import progress_bars
+from octavo.compiler.quantize_model import quantize_model
 from octavo.passes.rewrite import held
 from octavo.passes.shard_tensors import shard_tensors
 from octavo.passes.sharding import piece, shards, whole_weights
@@ -67,6 +73,35 @@ def test_a_bias_behind_a_sum_is_added_by_one_rank() -> None:
     for name in biases:
         assert held(graph_module, name).any()
         assert not piece(whole_weights(graph_module)[name], shards(graph_module)[name], 1).any()
+
+
+def quantized(kv_heads: int) -> GraphModule:
+    """Four heads of 64; weights of four bits whose block scales are swizzled."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=kv_heads, **shape)
+    )
+    graph_module = lower(capture(model.eval()), CompileOptions(verify="off"), SETTINGS).graph_module
+    config = QuantConfig("nvfp4_weight_only", weights="nearest")
+    with progress_bars(False) as bars:
+        quantize_model(graph_module, config, None, PAGE_SIZE, "swizzled_128x4", bars, None)
+    return graph_module
+
+
+def test_swizzled_scales_are_cut_between_their_tiles() -> None:
+    graph_module = quantized(kv_heads=4)
+    reports = parallelize(graph_module, Parallel(tp=2), PAGE_SIZE, copy_graph(graph_module))
+    assert reports[1].notes["cut"] == "1 attentions, 1 FFNs" and reports[-1].proof.worst == 0.0
+    (scale,) = (n for n, s in shards(graph_module).items() if "q_proj" in n and s.pieces[1][0][1] > 768)
+    # 768 rows of 16 blocks: 16 bytes a row; queries, keys and values of two heads each
+    assert shards(graph_module)[scale].pieces[1] == ((2048, 4096), (6144, 8192), (10240, 12288))
+
+
+def test_tiles_of_scales_are_not_cut() -> None:
+    """Two heads of keys make 64 rows a rank, half a tile."""
+    report = shard_tensors(quantized(kv_heads=2), Parallel(tp=2))
+    assert "lie in tiles of 128 rows, and one of 2 parts would end at row 320" in report.rejected[0].reason
 
 
 def test_what_does_not_divide_is_left_with_a_reason() -> None:
