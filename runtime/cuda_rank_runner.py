@@ -15,7 +15,7 @@ from octavo.runtime.cuda_launch import Sizes
 from octavo.runtime.cuda_runner import DEFAULT_MAX_REQUESTS, CudaRunner
 from octavo.runtime.expert_layers import CountsExperts, placed_weights
 from octavo.runtime.meetings import Meetings
-from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region
+from octavo.runtime.regions import Collectives, Region, read_and_filled
 
 DTYPES: Mapping[str, Any] = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
 
@@ -65,9 +65,7 @@ class CudaRankRunner(CountsExperts, CudaRunner):
         if not step.axis:
             return super()._prepare(step, places, sizes)
         regions = [self._device_region(str(name), places, sizes) if name else None for name in step.args]
-        split = len(regions) - NUM_OUTPUTS.get(step.kernel, 1)
-        outputs = [region for region in regions[split:] if region is not None]
-        return Meeting(step, regions[:split], outputs, places, sizes)
+        return Meeting(step, *read_and_filled(step, regions), places, sizes)
 
     def _device_region(self, name: str, places: Mapping[str, int], sizes: Sizes) -> Region:
         buffer = next(buffer for buffer in self.program.buffers if buffer.name == name)

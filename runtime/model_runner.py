@@ -20,7 +20,7 @@ from octavo.runtime.batch import Batch
 from octavo.runtime.expert_layers import CountsExperts, placed_weights
 from octavo.runtime.meetings import Meetings
 from octavo.runtime.page_moves import HostPages, Move
-from octavo.runtime.regions import NUM_OUTPUTS, Collectives, Region, array_of
+from octavo.runtime.regions import Collectives, Region, array_of, read_and_filled
 
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
@@ -190,9 +190,7 @@ class NativeRunner(CountsExperts):
 
     def regions(self, step: Step) -> tuple[list[Region | None], list[Region]]:
         """What a collective reads and fills, in this step's sizes."""
-        regions = [self._region(str(name)) if name else None for name in step.args]
-        split = len(regions) - NUM_OUTPUTS.get(step.kernel, 1)
-        return regions[:split], [region for region in regions[split:] if region is not None]
+        return read_and_filled(step, [self._region(str(name)) if name else None for name in step.args])
 
     def _region(self, name: str) -> Region:
         buffer = self._buffers[name]

@@ -3,7 +3,7 @@
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,3 +48,19 @@ class Collectives(Protocol):
 
 
 NUM_OUTPUTS = {"dispatch": 4, "arrived": 4}  # one of all others
+
+
+def read_and_filled(step: Step, regions: Sequence[Region | None]) -> tuple[list[Region | None], list[Region]]:
+    """What a collective reads and what it fills, of the regions of its arguments.
+
+    A buffer may have other axes than the value that is read from it (heads and their widths, for channels), so what is
+    joined or cut along an axis gets those of the result.
+    """
+    split = len(regions) - NUM_OUTPUTS.get(step.kernel, 1)
+    inputs, outputs = list(regions[:split]), [region for region in regions[split:] if region is not None]
+    if step.kernel in ("all_gather", "reduce_scatter") and inputs[0] is not None:
+        dim, size = (int(option) for option in step.options)
+        shape = list(outputs[0].shape)
+        shape[dim] = shape[dim] // size if step.kernel == "all_gather" else shape[dim] * size
+        inputs[0] = replace(inputs[0], shape=tuple(shape))
+    return inputs, outputs

@@ -75,6 +75,19 @@ def test_rows_that_travel_as_nvfp4_are_those_that_experts_quantise_anyway() -> N
     assert logits[0] == logits[1]
 
 
+@pytest.mark.slow
+def test_quantised_products_take_the_heads_of_all_ranks() -> None:
+    """Products of codes are not cut by columns: heads are gathered for them, in the order of one rank."""
+    answered = []
+    for parallel in (Parallel(), Parallel(tp=2)):
+        compiled = octavo.compile(
+            zoo.build("qwen3"), quantize=QuantConfig("fp8"), calibration=CALIBRATION, parallel=parallel,
+            verify="off",
+        )  # fmt: skip
+        answered.append(answers(compiled))
+    assert answered[0] == answered[1]
+
+
 def test_one_rank_alone_says_how_to_start_all(tmp_path: Path) -> None:
     compiled = octavo.compile(zoo.build("mixtral"), parallel=Parallel(ep=2), verify="off")
     runner = NativeRunner(compiled.artifact, num_pages=4, rank=1)

@@ -1,7 +1,7 @@
 """Collective steps on ranks that are threads: rows and order as the ops say, sums bit for bit, ways equal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from octavo.compiler.program import Step
 from octavo.runtime import collectives
 from octavo.runtime.collectives import Collectives
 from octavo.runtime.dispatchers import DISPATCHERS, Dispatcher, Padded, Peers
-from octavo.runtime.regions import Region
+from octavo.runtime.regions import Region, read_and_filled
 from octavo.runtime.wire import pack_rows, unpack_rows
 
 HIDDEN, SLOTS, LOCAL = 32, 3, 2
@@ -221,3 +221,15 @@ def test_regions_are_read_and_filled_in_place(dtype: str) -> None:
     on_ranks(2, work)
     expected = (xs[0].float() + xs[1].float()).to(kind)
     assert torch.equal(results[0], expected) and torch.equal(results[1], expected)
+
+
+def test_an_axis_is_that_of_the_result_whatever_the_axes_of_the_buffer_that_is_read() -> None:
+    """Heads of attention, (T, 2, 16) in memory, are channels (T, 32) where they are gathered."""
+    heads, channels = Region("fp32", (3, 2, 16), 64), Region("fp32", (3, 64), 128)
+    gather = Step("all_gather", (), axis="tp", options=(-1, 2))
+    assert read_and_filled(gather, [heads, channels]) == ([Region("fp32", (3, 32), 64)], [channels])
+    scatter = Step("reduce_scatter", (), axis="tp", options=(-2, 3))
+    wide = Region("fp32", (9, 64), 64)
+    assert read_and_filled(scatter, [replace(wide, shape=(9, 4, 16)), channels]) == ([wide], [channels])
+    total = Step("all_reduce", (), axis="tp")
+    assert read_and_filled(total, [heads, channels]) == ([heads], [channels])
