@@ -88,6 +88,16 @@ def artifact(tmp_path: Path) -> Artifact:
 class Experts(RecordingDriver):
     """logit[v] of a token = weight of expert (token mod 4) + v."""
 
+    is_running = False  # something that was launched and not waited for
+
+    def launch(self, prepared: Launched, stream: int) -> None:
+        super().launch(prepared, stream)
+        self.is_running = True
+
+    def synchronize(self, stream: int) -> None:
+        super().synchronize(stream)
+        self.is_running = False
+
     def execute(self, launched: Launched) -> None:
         values = dict(zip(ARGUMENTS[launched.function], launched.parameters, strict=False))
         count = struct.unpack("i", launched.parameters[3])[0]
@@ -112,17 +122,18 @@ class Together:
     def __init__(self) -> None:
         self.barrier, self.sent, self.given = threading.Barrier(2, timeout=10), {}, []  # type: ignore[var-annotated]
 
-    def of(self, rank: int, driver: RecordingDriver) -> "Rank":
+    def of(self, rank: int, driver: Experts) -> "Rank":
         return Rank(self, rank, driver)
 
 
 class Rank:
-    def __init__(self, together: Together, rank: int, driver: RecordingDriver) -> None:
+    def __init__(self, together: Together, rank: int, driver: Experts) -> None:
         self.together, self.rank, self.driver = together, rank, driver
 
     def run(self, step: Step, inputs: Sequence[Region | None], outputs: Sequence[Region]) -> None:
         (x,), (result,) = inputs, outputs
         assert x is not None
+        assert not self.driver.is_running, "kernels may still write what is sent"
         self.together.given.append((step.kernel, x.dtype, x.shape, x.device, result.shape))
         self.together.sent[self.rank] = self.driver.at(x.address, 4 * x.shape[0]).view("f4").copy()
         self.together.barrier.wait()
@@ -177,6 +188,9 @@ def test_every_rank_has_the_sum_of_what_all_made(runners: tuple[list[CudaRankRun
     for logits in step(made, IDS):
         assert np.array_equal(logits, WANTED)
     assert together.given == [("all_reduce", "fp32", (5,), "cuda", (5,))] * 2
+    for runner in made:
+        names = [launched.function for launched in runner._driver.launches]  # type: ignore[attr-defined]
+        assert names == ["map_experts", "parts", "give"], "each once"
     for logits in step(made, IDS[:1]):  # a step of one token is not padded
         assert np.array_equal(logits, WANTED[:1])
 
