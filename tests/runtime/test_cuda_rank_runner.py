@@ -178,6 +178,12 @@ def step(runners: list[CudaRankRunner], ids: list[int]) -> list[NDArray[np.float
     return results
 
 
+def driver_of(runner: CudaRankRunner) -> Experts:
+    driver = runner._driver
+    assert isinstance(driver, Experts)
+    return driver
+
+
 IDS = [0, 5, 2, 3, 3]
 WANTED = WEIGHTS[np.array(IDS) % EXPERTS][:, None] + np.arange(VOCAB)
 
@@ -189,7 +195,7 @@ def test_every_rank_has_the_sum_of_what_all_made(runners: tuple[list[CudaRankRun
         assert np.array_equal(logits, WANTED)
     assert together.given == [("all_reduce", "fp32", (5,), "cuda", (5,))] * 2
     for runner in made:
-        names = [launched.function for launched in runner._driver.launches]  # type: ignore[attr-defined]
+        names = [launched.function for launched in driver_of(runner).launches]
         assert names == ["map_experts", "parts", "give"], "each once"
     for logits in step(made, IDS[:1]):  # a step of one token is not padded
         assert np.array_equal(logits, WANTED[:1])
@@ -209,7 +215,7 @@ def test_other_experts_give_the_same(runners: tuple[list[CudaRankRunner], Togeth
     made, _ = runners
     for runner in made:
         runner.place_experts([ExpertPlacement(((0, 3), (1, 2)))])
-    held = [r._driver.at(r.addresses["down"], 8).view("f4").tolist() for r in made]  # type: ignore[attr-defined]
+    held = [driver_of(r).at(r.addresses["down"], 8).view("f4").tolist() for r in made]
     assert held == [[10, 40], [20, 30]]
     for logits in step(made, IDS):
         assert np.array_equal(logits, WANTED)
