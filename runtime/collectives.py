@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.compiler.errors import ExecutionError
 from octavo.compiler.program import Step
 from octavo.runtime.dispatchers import NOBODY, Dispatcher, Peers
 from octavo.runtime.regions import Region
@@ -69,7 +70,12 @@ class Collectives:
 
 
 def use_gpu(ordinal: int) -> None:
-    """From here on tensors on "cuda" lie on this GPU of the machine."""
+    """From here on tensors on "cuda" lie on this GPU of the machine. ExecutionError if torch sees none."""
+    if not torch.cuda.is_available():
+        raise ExecutionError(
+            f"ranks: expected a torch that sees GPUs, as ranks on GPUs meet through its NCCL; got {torch.__version__}, "
+            "which sees none: install a build with CUDA for this driver"
+        )
     torch.cuda.set_device(ordinal)
 
 

@@ -66,6 +66,7 @@ def open_ranks(
         runner: RankRunner
         if is_for_gpu(artifact):
             ordinal = sum(each.machine == own for each in ranks.identities[: ranks.rank])
+            driver = CudaDriver(ordinal)
             collectives.use_gpu(ordinal)
             runner = CudaRankRunner(
                 artifact,
@@ -74,7 +75,7 @@ def open_ranks(
                 num_pages,
                 num_host_pages,
                 agree=agree,
-                driver=CudaDriver(ordinal),
+                driver=driver,
             )
         else:
             runner = NativeRunner(

@@ -233,3 +233,9 @@ def test_an_axis_is_that_of_the_result_whatever_the_axes_of_the_buffer_that_is_r
     assert read_and_filled(scatter, [replace(wide, shape=(9, 4, 16)), channels]) == ([wide], [channels])
     total = Step("all_reduce", (), axis="tp")
     assert read_and_filled(total, [heads, channels]) == ([heads], [channels])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a torch without GPUs is refused")
+def test_gpus_that_torch_does_not_see() -> None:
+    with pytest.raises(ExecutionError, match=r"expected a torch that sees GPUs"):
+        collectives.use_gpu(0)
