@@ -258,7 +258,7 @@ class CudaRunner:
         self._logits = Region(self._memory, 0)
         self._input_host = self._memory.allocate_host(1)
         self._logits_host = self._memory.allocate_host(1)
-        steps = list(largest_steps(max_tokens, self.max_requests, self._max_pages))
+        steps = list(largest_steps(max_tokens, self.max_requests, self._max_pages, self.program.mesh.dp))
         self._grow(
             max(self._input_bytes(dims) for dims in steps),
             max(evaluate(self.program.workspace, dims) for dims in steps),
@@ -341,11 +341,23 @@ def buckets(max_requests: int) -> list[int]:
     return [size for size in sizes if size < max_requests] + [max_requests]
 
 
-def largest_steps(max_tokens: int, max_requests: int, max_pages: int) -> Iterator[dict[str, int]]:
-    """Sizes of steps, one of which needs the most memory: every number of requests, all else at its most."""
+def largest_steps(
+    max_tokens: int, max_requests: int, max_pages: int, dp: int = 1
+) -> Iterator[dict[str, int]]:
+    """Sizes of steps, one of which needs the most memory: every number of requests, all else at its most.
+
+    dp  ranks with tokens of their own, which all may come here
+    """
     columns = 1 << (max_pages - 1).bit_length()
     for requests in range(1, max_requests + 1):
-        yield {"T": max_tokens, "R": requests, "L": requests, "P": columns, "num_pages": 0, "N": max_tokens}
+        yield {
+            "T": max_tokens,
+            "R": requests,
+            "L": requests,
+            "P": columns,
+            "num_pages": 0,
+            "N": dp * max_tokens,
+        }
 
 
 def _argument(argument: str | int | float, places: Mapping[str, int], sizes: Sizes) -> int | float:

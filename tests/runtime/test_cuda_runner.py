@@ -21,7 +21,7 @@ from octavo.compiler.weights import Weight
 from octavo.runtime import cuda_runner
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda_driver import CudaDriver
-from octavo.runtime.cuda_runner import CudaRunner, buckets
+from octavo.runtime.cuda_runner import CudaRunner, buckets, largest_steps
 from octavo.runtime.engine import Engine
 from octavo.runtime.open_runner import open_runner
 from octavo.runtime.page_moves import Move
@@ -375,3 +375,9 @@ def test_octavo_run_says_what_is_missing(
         "octavo: MissingDependencyError: GPU: expected NVIDIA's driver library libnone.so.1, got"
     )
     assert "compile with target='cpu'" in err
+
+
+def test_memory_is_planned_for_the_tokens_of_all_ranks_with_requests_of_their_own() -> None:
+    alone, shared = (list(largest_steps(16, 2, 3, dp)) for dp in (1, 4))
+    assert [step["N"] for step in alone] == [16, 16] and [step["N"] for step in shared] == [64, 64]
+    assert [{**step, "N": 16} for step in shared] == alone
