@@ -13,6 +13,7 @@ from stages import compiled
 from torch.fx import GraphModule
 
 import octavo
+from octavo.compiler import whole_model
 from octavo.compiler.errors import PassError
 from octavo.compiler.pipeline import PIPELINE, Step
 from octavo.compiler.whole_model import BOUND, SHARE, check_quantized_model, check_whole_model
@@ -25,8 +26,8 @@ from octavo.runtime.batch import Batch
 class Disturbed(PassedOn):
     """A runner that adds `amount` of the largest logit to one logit of one row."""
 
-    def __init__(self, name: str, amount: float, step: int = 0) -> None:
-        super().__init__(compiled(name).runner(64))
+    def __init__(self, name: str, amount: float, step: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(compiled(name, dtype).runner(64))
         self.amount, self.step, self.batches = amount, step, list[Batch]()
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
@@ -54,6 +55,31 @@ def test_refuses_one_wrong_logit_with_its_size(step: int) -> None:
     text = str(raised.value)
     assert text.startswith("verify: logits of the artifact differ from the model's by ")
     assert "bound 1e-04" in text and "`octavo bisect`" in text
+
+
+@pytest.mark.parametrize(("amount", "is_accepted"), [(0.15, True), (0.5, False)])
+def test_a_model_in_bf16_that_is_far_from_its_exact_form_gives_as_much_room_again(
+    amount: float, is_accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if one rounding led a tenth of a row's largest logit away, as another expert does."""
+    model, made = tiny("llama", torch.bfloat16), whole_model._model_logits
+
+    def logits(one: torch.nn.Module, prompts: whole_model.Prompts) -> whole_model.Rows:
+        rows = made(one, prompts)
+        if next(one.parameters()).dtype == torch.float32:
+            rows[-1][7] += 0.1 * np.abs(rows[-1]).max()
+        return rows
+
+    monkeypatch.setattr(whole_model, "_model_logits", logits)
+    artifact = compiled("llama", torch.bfloat16).artifact
+    runner = Disturbed("llama", amount, 1, torch.bfloat16)
+    if is_accepted:
+        assert check_whole_model(model, artifact, runner) > BOUND["bf16"]
+        return
+    with pytest.raises(
+        PassError, match=r"bound 6e-02, and from its form in fp32 by 4\..*twice the model's own"
+    ):
+        check_whole_model(model, artifact, runner)
 
 
 def test_refuses_logits_that_are_no_numbers() -> None:

@@ -133,9 +133,9 @@ def _paged_logits(
 
 
 @cache
-def compiled(name: str) -> Compiled:
+def compiled(name: str, dtype: torch.dtype = FP32) -> Compiled:
     """The model compiled for this machine; built once a run."""
-    return octavo.compile(tiny(name), page_size=4, max_model_len=LONGEST)
+    return octavo.compile(tiny(name, dtype), page_size=4, max_model_len=LONGEST)
 
 
 def greedy(
