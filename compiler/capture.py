@@ -136,14 +136,27 @@ def _signature(model: nn.Module) -> Caller:
 def _export_experts(
     model: nn.Module, caller: Caller, explain: Callable[[Exception], str | None] = lambda _: None
 ) -> GraphModule:
-    """Export with loops over experts recorded, and with one weight in place of those of equal experts."""
-    with experts_apart(model) as experts:
+    """Export with loops over experts recorded, and with one weight in place of those of equal experts.
 
-        def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            with experts.loops():
-                return caller(module, input_ids, position_ids)
+    What looks like such a loop and cannot be followed may be none: it is exported as it is written, if that can be.
+    """
+    try:
+        with experts_apart(model) as experts:
 
-        graph_module = _export(_Wrapped(model, call), explain)
+            def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+                with experts.loops():
+                    return caller(module, input_ids, position_ids)
+
+            graph_module = _export(_Wrapped(model, call), explain)
+    except CaptureError as refused:
+        if not experts.counts:
+            raise
+        try:
+            return _export(_Wrapped(model, caller), explain)
+        except CaptureError as error:
+            # what the graph holds says more than that a loop could not be followed; what was not exported does not
+            is_less = error.__cause__ is not None or isinstance(error, _UnknownSize)
+            raise (refused if is_less else error) from None
     experts.put_together(graph_module)
     return graph_module
 
@@ -184,12 +197,16 @@ def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lamb
     return graph_module
 
 
+class _UnknownSize(CaptureError):
+    """A graph with sizes that token values give."""
+
+
 def _require_known_sizes(graph: Graph) -> None:
     """Raise CaptureError for sizes that only token values give: experts that gather their own tokens, say."""
     for node in graph.nodes:
         for value in tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor | torch.SymInt) and free_unbacked_symbols(value):
-                raise CaptureError(
+                raise _UnknownSize(
                     f"capture: what {node.name} makes has a size or value that token values give ({where(node)}); a "
                     "program has one form for every step: compute every row and mask, or use stacked experts that "
                     "the library's experts interface serves"

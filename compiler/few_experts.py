@@ -77,13 +77,20 @@ class Experts:
         graph_module.recompile()
 
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # their weights have three axes and are no stacks
+
+
 @contextlib.contextmanager
 def experts_apart(model: nn.Module) -> Iterator[Experts]:
     """Equal experts of `model` lend their weights."""
     stacks: list[Stack] = []
     stand_ins: list[Lazy] = []
     active: list[ExpertLoops] = []
-    counts = {int(p.shape[0]) for p in model.parameters() if p.dim() > 2 and p.shape[0] > 1}
+    counts = {
+        int(p.shape[0])
+        for module in model.modules() if not isinstance(module, CONVOLUTIONS)
+        for p in module.parameters(recurse=False) if p.dim() > 2 and p.shape[0] > 1
+    }  # fmt: skip
     with contextlib.ExitStack() as undo:
         for path, module in list(model.named_modules()):
             if (

@@ -68,6 +68,11 @@ def permute(call: Call) -> Flow:
     order = list(range(rank))
     if call.name == "permute":
         order = call.dims("dims")
+    elif call.name == "movedim":
+        moved = list(zip(call.dims("destination"), call.dims("source"), strict=True))
+        order = [axis for axis in order if axis not in {source for _, source in moved}]
+        for place, source in sorted(moved):
+            order.insert(place, source)
     else:
         given = (call.argument("dim0"), call.argument("dim1"))
         first, second = (-2, -1) if None in given else given
@@ -344,7 +349,7 @@ RULES: dict[str, Rule] = {
     **_table(elementwise, "masked_fill where add sub mul div pow copy"),
     **_table(reshape, "view reshape _unsafe_view unsqueeze squeeze flatten unflatten view_as"),
     **_table(expand, "expand expand_as broadcast_to"),
-    **_table(permute, "permute transpose t mT swapaxes numpy_T"),
+    **_table(permute, "permute transpose t mT swapaxes numpy_T movedim"),
     **_table(part, "slice split split_with_sizes chunk tensor_split narrow"),
     **_table(select, "select unbind"),
     **_table(matmul, "matmul mm bmm baddbmm addmm"),
