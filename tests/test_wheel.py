@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_four_folders(wheel: Path) -> None:
-    expected = {"octavo/__init__.py", "octavo/py.typed"} | {
+    expected = {"octavo/__init__.py", "octavo/__main__.py", "octavo/py.typed"} | {
         f"octavo/{path.relative_to(ROOT)}"
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")

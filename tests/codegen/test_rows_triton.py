@@ -14,7 +14,7 @@ from octavo.codegen.rows_triton import MAX_ROW
 from octavo.codegen.select import TABLE, Selection, select
 from octavo.compiler.expression import evaluate, holds, validate, validate_condition
 from octavo.compiler.ops import OPS
-from octavo.compiler.program import DIMS
+from octavo.compiler.program import COLLECTIVES, DIMS
 from octavo.compiler.target import load_target
 
 B200 = load_target("b200")
@@ -46,8 +46,8 @@ def attention(heads: int, kv_heads: int, dim: int, page_size: int, sinks: bool =
 
 # Their nodes are in tests of their own: test_quantized_rows_triton and those of experts.
 QUANTIZED = {op.name for op in OPS if op.name.startswith(("nvfp4_", "fp8_")) or op.name.endswith("quantize")}
-# Ops that passes replace before kernels are chosen.
-BEFORE_LOWERING = {"attention", "gated_mlp", "mla_attention", "latent_attention"}
+# Ops that passes replace before kernels are chosen, and those that ranks do together.
+BEFORE_LOWERING = {"attention", "gated_mlp", "mla_attention", "latent_attention", *COLLECTIVES}
 
 
 def every_op() -> list[fx.Node]:
@@ -101,12 +101,13 @@ def latents(graph: LoweredGraph) -> list[fx.Node]:
 
 
 def experts(graph: LoweredGraph) -> list[fx.Node]:
-    """A router and a mixture of experts."""
+    """A router, its experts by other numbers, and a mixture of experts."""
     x, logits = graph.tokens("tokens", (64,), BF16), graph.tokens("logits", (8,), FP32)
     slots, weights = graph.tokens("slots", (2,), torch.int64), graph.tokens("weights", (2,), FP32)
     gate_up = graph.weight("gate_up_experts", torch.zeros(8, 96, 64, dtype=BF16))
     down = graph.weight("down_experts", torch.zeros(8, 64, 48, dtype=BF16))
     return [
+        graph.call("map_experts", slots, graph.weight("table", torch.zeros(8, dtype=torch.int64))),
         graph.call("router", logits, None, 2, "softmax", True, 1, 1, "max", 1.0),
         graph.call("moe", x, slots, weights, gate_up, None, down, None, "silu", 0.0, 0.0),
     ]

@@ -69,8 +69,16 @@ def test_points_that_are_asked_for(artifact: Path, run: Run) -> None:
     titles = [line.split(":")[0] for line in out.splitlines() if line.endswith("ms predicted")]
     assert code == 0 and titles == ["T=1,S=8192", "T=32, R=32, S=65536"]
     point = parse_point("T=32, R=32, S=65536", 64)
-    assert point.dims == {"T": 32, "R": 32, "L": 32, "S": 65536, "P": 32, "num_pages": 1024}
-    assert parse_point("T=100", 16).dims == {"T": 100, "R": 1, "L": 1, "S": 100, "P": 7, "num_pages": 7}
+    assert point.dims == {"T": 32, "R": 32, "L": 32, "S": 65536, "P": 32, "num_pages": 1024, "N": 32}
+    assert parse_point("T=100", 16).dims == {
+        "T": 100,
+        "R": 1,
+        "L": 1,
+        "S": 100,
+        "P": 7,
+        "num_pages": 7,
+        "N": 100,
+    }
     assert parse_point("P=9,T=1,L=3", 16).dims["P"] == 9
 
 
