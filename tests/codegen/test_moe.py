@@ -25,7 +25,10 @@ def test_bytes_count_the_experts_that_can_be_reached() -> None:
     ("routing", "message"),
     [
         (Routing(8, 9, "softmax"), "top_k must be 1 to 8, the number of experts, got 9"),
-        (Routing(8, 2, "tanh"), "scoring must be one of softmax, sigmoid, softmax_selected, unit, got 'tanh'"),
+        (
+            Routing(8, 2, "tanh"),
+            "scoring must be one of softmax, sigmoid, softmax_selected, unit, got 'tanh'",
+        ),
         (Routing(9, 2, "softmax", num_groups=2), "experts must be a multiple of groups, got 9 and 2"),
         (Routing(8, 2, "softmax", num_groups=2, top_groups=3), "top_groups must be 1 to 2, .* got 3"),
         (

@@ -298,6 +298,12 @@ def test_builds_for_the_instructions_that_may_be_missing_here() -> None:
     kept = "".join(f"void* keep_{spec.name} = (void*){spec.name};\n" for spec in specs)
     text = [*(render(spec) for spec in specs), kept]
     source = render_template(
-        "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=text, buffers=(), segments=((),), workspace="0"
+        "cpp/program.cpp.jinja",
+        version="test",
+        dims=DIMS,
+        kernels=text,
+        buffers=(),
+        segments=((),),
+        workspace="0",
     )
     assert build_shared_library(source, "avx512_bf16").exists()

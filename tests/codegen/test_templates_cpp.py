@@ -64,7 +64,13 @@ def test_bf16_rounds_as_torch_does(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("features", LEVELS)
 def test_every_level_compiles_and_says_its_name(features: str) -> None:
     source = render_template(
-        "cpp/program.cpp.jinja", version="test", dims=DIMS, kernels=(), buffers=(), segments=((),), workspace="0"
+        "cpp/program.cpp.jinja",
+        version="test",
+        dims=DIMS,
+        kernels=(),
+        buffers=(),
+        segments=((),),
+        workspace="0",
     )
     library = ctypes.CDLL(str(build_shared_library(source, features))) if features in RUNNABLE else None
     build_shared_library(source, features)

@@ -186,7 +186,15 @@ def test_points() -> None:
     assert decode_point(16, 8192, 64).dims == {
         "T": 16, "R": 16, "L": 16, "S": 131072, "P": 128, "num_pages": 2048, "N": 16,
     }  # fmt: skip
-    assert prefill_point(100, 64).dims == {"T": 100, "R": 1, "L": 1, "S": 100, "P": 2, "num_pages": 2, "N": 100}
+    assert prefill_point(100, 64).dims == {
+        "T": 100,
+        "R": 1,
+        "L": 1,
+        "S": 100,
+        "P": 2,
+        "num_pages": 2,
+        "N": 100,
+    }
     labels = [point.label for point in default_points(64)]
     assert labels[:2] == ["decode 1 at 1K", "decode 16 at 1K"] and labels[-2:] == [
         "prefill 512",

@@ -46,9 +46,7 @@ def test_the_mixture_asks_with_the_numbers_of_the_table() -> None:
     mixture = next(n for n in graph_module.graph.nodes if op(n) == "octavo::moe")
     given = named_arguments(mixture)
     assert op(given["experts"]) == "octavo::map_experts"
-    assert {
-        given[n].meta["val"].shape[0] for n in ("gate_up", "gate_up_bias", "down", "down_bias")
-    } == {1}
+    assert {given[n].meta["val"].shape[0] for n in ("gate_up", "gate_up_bias", "down", "down_bias")} == {1}
     weights = graph_module.meta["expert_layers"][0].weights
     assert [n.rpartition(".")[2] for n in weights] == [
         "experts_gate_up_proj_cat_2", "experts_gate_up_proj_bias_cat_3", "experts_down_proj_permute_7",

@@ -214,7 +214,8 @@ def test_an_artifact_for_a_gpu_is_refused(save: Save) -> None:
 def test_a_failing_step_says_at_which_sizes_and_ends_its_requests(save: Save) -> None:
     engine = Engine.from_artifact(save(), num_pages=10)
     with pytest.raises(
-        ExecutionError, match=r"expected octavo_step to return 0, got 7 at T=3, R=1, L=1, P=1, N=0, num_pages=10"
+        ExecutionError,
+        match=r"expected octavo_step to return 0, got 7 at T=3, R=1, L=1, P=1, N=0, num_pages=10",
     ):
         engine.generate([[1, 12, 1]], SamplingParams(max_tokens=2))
     assert engine.memory.pool.num_free == 9
