@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_runner import VOCAB_SIZE as VOCAB_SIZE
 from fake_runner import FakeRunner, logits_of, make_model
 
 from octavo.runtime.engine import Engine

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_runner import VOCAB_SIZE, logits_of
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import RequestError
 from octavo.runtime.engine import Engine
 from octavo.runtime.sampling_params import SamplingParams
-
-from .conftest import VOCAB_SIZE, logits_of
 
 Make = Callable[..., Engine]
 

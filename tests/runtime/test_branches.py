@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_runner import logits_of
 
 from octavo.compiler.errors import RequestError
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import Status
 from octavo.runtime.sampler import RandomKey, draw, probabilities, uniform
 from octavo.runtime.sampling_params import SamplingParams
-
-from .conftest import logits_of
 
 Make = Callable[..., Engine]
 
