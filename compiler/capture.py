@@ -140,16 +140,20 @@ def _export_experts(
 
     What looks like such a loop and cannot be followed may be none: it is exported as it is written, if that can be.
     """
+    has_stacks = False
     try:
         with experts_apart(model) as experts:
+            has_stacks = bool(experts.counts)
 
             def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
                 with experts.loops():
                     return caller(module, input_ids, position_ids)
 
             graph_module = _export(_Wrapped(model, call), explain)
+        experts.put_together(graph_module)
+        return graph_module
     except CaptureError as refused:
-        if not experts.counts:
+        if not has_stacks:
             raise
         try:
             return _export(_Wrapped(model, caller), explain)
@@ -157,8 +161,6 @@ def _export_experts(
             # what the graph holds says more than that a loop could not be followed; what was not exported does not
             is_less = error.__cause__ is not None or isinstance(error, _UnknownSize)
             raise (refused if is_less else error) from None
-    experts.put_together(graph_module)
-    return graph_module
 
 
 def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lambda _: None) -> GraphModule:

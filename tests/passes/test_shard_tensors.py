@@ -1,5 +1,7 @@
 """Heads and widths over the ranks of tp."""
 
+from typing import Any
+
 import pytest
 import torch
 from spread import PAGE_SIZE, SETTINGS, logits_of_ranks, lowered, spread
@@ -78,7 +80,7 @@ def test_a_bias_behind_a_sum_is_added_by_one_rank() -> None:
 def quantized(kv_heads: int) -> GraphModule:
     """Four heads of 64; weights of four bits whose block scales are swizzled."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    shape: Any = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     model = LlamaForCausalLM(
         LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=kv_heads, **shape)
     )
