@@ -88,8 +88,10 @@ def test_weights_by_hand(plans: dict[Parallel, dict[str, Any]]) -> None:
     tables = {"other": OTHER + 8 * 16}
     assert four == added == whole | tables | {"experts": 4 * EXPERT + 4}
     assert three == whole | tables | {"experts": 6 * EXPERT + 4}
-    # tp halves what makes the logits. Attention over latents is left whole, swizzled scales are not cut.
-    assert cut == four | {"embeddings and logits": 2 * 256 * 128 + 256 * 128}
+    # tp halves what makes the logits, both halves of q_b, from one tile of 128 rows to the next, and of kv_b.
+    q_b, kv_b = 2 * (nvfp4(256, 64) - nvfp4(128, 64)), 2 * (2 * 2 * 64 * 64)
+    halved = {"embeddings and logits": 2 * 256 * 128 + 256 * 128, "attention": 2 * (ATTENTION - q_b - kv_b)}
+    assert cut == four | halved
 
 
 def test_places_of_experts(plans: dict[Parallel, dict[str, Any]]) -> None:
@@ -189,7 +191,7 @@ def test_the_table(report: Any) -> None:
     assert rows["fits 192.0 GB"] == ["yes"] * len(MESHES)
     assert rows["dispatch, dp: bytes sent a token"] == ["-", "154", "281", "142", "-"]
     assert rows["all_reduce, ep: bytes sent a token"] == ["-"] * 4 + ["384"]
-    assert rows["collectives a step"] == ["0", "2", "2", "4", "1"]
+    assert rows["collectives a step"] == ["0", "2", "2", "6", "1"]  # with tp, heads are gathered for o
     assert "plan:" in str(report)
 
 
