@@ -1,26 +1,22 @@
 """All ranks of an artifact in one process, one after another between collectives: what torchrun starts as processes."""
 
-import ctypes
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.compiler.artifact import Artifact
-from octavo.compiler.dims import DTYPE_NAMES
 from octavo.compiler.mesh import Mesh
-from octavo.compiler.program import ITEM_BYTES, Step
+from octavo.compiler.program import Step
 from octavo.compiler.simulate_collectives import COLLECTIVES
 from octavo.runtime.batch import Batch
+from octavo.runtime.collectives import tensor_of
+from octavo.runtime.distributed_runner import no_tokens
 from octavo.runtime.model_runner import NativeRunner
 from octavo.runtime.page_moves import Move
-from octavo.runtime.regions import Region
-
-TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class SimulatedRunner:
@@ -50,7 +46,9 @@ class SimulatedRunner:
             rank.move_pages(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
-        others = dataclasses.replace(no_tokens(batch), row_ranks=np.zeros(len(batch.input_ids), np.int64))
+        others = dataclasses.replace(
+            no_tokens(len(self.page_windows)), row_ranks=np.zeros(len(batch.input_ids), np.int64)
+        )
         first = dataclasses.replace(batch, row_ranks=others.row_ranks) if self.mesh.dp > 1 else batch
         batches = [
             first if self.mesh.coordinates(rank)["dp"] == 0 else others for rank in range(self.mesh.world)
@@ -75,37 +73,17 @@ class SimulatedRunner:
         for group in self.mesh.groups(step.axis):
             given: list[tuple[Any, ...]] = []
             for rank in group:
-                inputs = [None if region is None else _tensor(region) for region in regions[rank][0]]
+                inputs = [None if region is None else tensor_of(region) for region in regions[rank][0]]
                 given.append((*_as_in_graphs(step, inputs), *step.options, step.axis))
             if step.kernel in ("all_gather", "reduce_scatter"):
                 given = [(x, dim, axis, size) for x, dim, size, axis in given]
             for rank, result in zip(group, COLLECTIVES[step.kernel](given), strict=True):
                 made = result if isinstance(result, tuple) else (result,)
                 for region, value in zip(regions[rank][1], made, strict=True):
-                    _tensor(region).copy_(value.reshape(region.shape))
+                    tensor_of(region).copy_(value.reshape(region.shape))
 
 
 def _as_in_graphs(step: Step, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
     """With the leading 1 of token values: all of dispatch but row_ranks and outer, all of combine but source."""
     flat = {"dispatch": (3, 4), "combine": (1,)}.get(step.kernel, ())
     return [x if x is None or i in flat else x[None] for i, x in enumerate(inputs)]
-
-
-def _tensor(region: Region) -> Tensor:
-    """The region's memory as a tensor."""
-    count = int(np.prod(region.shape))
-    if not count:
-        return torch.empty(region.shape, dtype=TORCH[region.dtype])
-    size = count * ITEM_BYTES[region.dtype]
-    memory = (ctypes.c_uint8 * size).from_address(region.address)
-    return torch.frombuffer(memory, dtype=TORCH[region.dtype]).reshape(region.shape)
-
-
-def no_tokens(batch: Batch) -> Batch:
-    """A step without tokens, over as many page groups."""
-    return Batch(
-        input_ids=batch.input_ids[:0], positions=batch.positions[:0], slot_mapping=batch.slot_mapping[:0],
-        page_table=batch.page_table[:0], seq_lens=batch.seq_lens[:0], cu_seqlens_q=batch.cu_seqlens_q[:1],
-        logit_rows=batch.logit_rows[:0],
-        windowed=tuple((table[:0], slots[:0]) for table, slots in batch.windowed),
-    )  # fmt: skip

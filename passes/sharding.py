@@ -1,13 +1,13 @@
 """Weights of which every rank holds pieces: the graph has those of rank 0, whole ones are kept beside it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from octavo.compiler.mesh import Mesh
-from octavo.compiler.placement import REPLICATED, Placement, Where
+from octavo.compiler.placement import REPLICATED, Placement
 from octavo.compiler.program import Shard
 from octavo.compiler.type_rules import declared
 from octavo.compiler.types import Part
@@ -86,8 +86,3 @@ def placement_of(node: Node) -> Placement:
     """Where a value lies; replicated unless a pass said otherwise."""
     found: Placement = node.meta.get("placement", REPLICATED)
     return found
-
-
-def places(axis: str, arguments: Mapping[str, Node]) -> dict[str, Where]:
-    """Where arguments lie along an axis."""
-    return {name: placement_of(node).along(axis) for name, node in arguments.items()}

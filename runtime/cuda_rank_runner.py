@@ -8,16 +8,14 @@ from numpy.typing import NDArray
 
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.expert_placement import ExpertPlacement
-from octavo.compiler.program import ITEM_BYTES, Step
+from octavo.compiler.program import Step
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_launch import Sizes
 from octavo.runtime.cuda_runner import DEFAULT_MAX_REQUESTS, CudaRunner
 from octavo.runtime.expert_layers import CountsExperts, placed_weights
 from octavo.runtime.meetings import Meetings
-from octavo.runtime.regions import Collectives, Region, read_and_filled
-
-DTYPES: Mapping[str, Any] = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
+from octavo.runtime.regions import NUMPY, Collectives, Region, read_and_filled
 
 
 class Meeting(NamedTuple):
@@ -45,6 +43,7 @@ class CudaRankRunner(CountsExperts, CudaRunner):
         self._meetings = Meetings(artifact.program, collectives)
         self._agree = agree
         self._artifact = artifact
+        self._buffers = {buffer.name: buffer for buffer in artifact.program.buffers}
         super().__init__(
             artifact, num_pages, num_host_pages=num_host_pages, max_requests=max_requests, graphs=False,
             driver=driver, rank=rank,
@@ -68,7 +67,7 @@ class CudaRankRunner(CountsExperts, CudaRunner):
         return Meeting(step, *read_and_filled(step, regions), places, sizes)
 
     def _device_region(self, name: str, places: Mapping[str, int], sizes: Sizes) -> Region:
-        buffer = next(buffer for buffer in self.program.buffers if buffer.name == name)
+        buffer = self._buffers[name]
         shape = tuple(int(sizes(size)) for size in buffer.shape)
         return Region(buffer.dtype, shape, places[name], "cuda")
 
@@ -91,8 +90,7 @@ class CudaRankRunner(CountsExperts, CudaRunner):
     def _read(self, name: str, at: Meeting) -> NDArray[Any]:
         """A buffer's content, on the host."""
         region = self._device_region(name, at.places, at.sizes)
-        array = np.empty(region.shape, DTYPES[region.dtype])
-        assert array.itemsize == ITEM_BYTES[region.dtype]
+        array: NDArray[Any] = np.empty(region.shape, NUMPY[region.dtype])
         self._driver.download(array.reshape(-1).view(np.uint8), region.address, self._stream)
         self._driver.synchronize(self._stream)
         return array

@@ -90,6 +90,7 @@ class NativeRunner(CountsExperts):
     ) -> None:
         self.program = artifact.program
         self.rank = rank
+        self._collectives = artifact.program.collectives
         self._meetings = None if collectives is None else Meetings(artifact.program, collectives)
         check_rank(artifact, rank)
         self.page_size = artifact.program.page_size
@@ -140,15 +141,14 @@ class NativeRunner(CountsExperts):
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
-        collectives = self.program.collectives
-        if collectives and self._meetings is None:
+        if self._collectives and self._meetings is None:
             raise ExecutionError(
                 f"runner: the program is rank {self.rank} of {self.program.mesh.world} ({self.program.mesh}); start "
                 f"all of them: torchrun --nproc-per-node {self.program.mesh.world} -m octavo run ..."
             )
         self.begin(batch)
         self.run_segment(0)
-        for segment, step in enumerate(collectives, 1):
+        for segment, step in enumerate(self._collectives, 1):
             assert self._meetings is not None
             if self._loads is not None:
                 self._loads.see(segment - 1, lambda name: array_of(self._region(name)))
@@ -172,6 +172,7 @@ class NativeRunner(CountsExperts):
             self._meetings.forget()
         self._batch = batch  # its arrays are read until the last segment
         self._dims = dims = {**batch.dims, "num_pages": self.num_pages}
+        self._sizes = np.array([dims[name] for name in DIMS], np.int64)
         inputs = batch.inputs
         for buffer in self.program.of_kind("input"):
             self._pointers[self._place[buffer.name]] = inputs[buffer.name].ctypes.data
@@ -182,8 +183,7 @@ class NativeRunner(CountsExperts):
 
     def run_segment(self, segment: int) -> None:
         """The kernels between two collectives."""
-        sizes = np.array([self._dims[name] for name in DIMS], np.int64)
-        code = self._step(sizes.ctypes.data, self._pointers.ctypes.data, self.num_threads, segment)
+        code = self._step(self._sizes.ctypes.data, self._pointers.ctypes.data, self.num_threads, segment)
         if code != 0:
             shown = ", ".join(f"{name}={value}" for name, value in self._dims.items())
             raise ExecutionError(f"{LIBRARY}: expected octavo_step to return 0, got {code} at {shown}")
