@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from octavo.compiler.errors import MissingDependencyError, OptionError
-
-SUFFIXES = (".svg", ".png")
-DPI = 130
+from octavo.compiler.figure import check_picture, new_figure, save_figure
 
 
 def draw_rank_loads(path: Path, before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> None:
@@ -14,15 +11,8 @@ def draw_rank_loads(path: Path, before: Sequence[Sequence[float]], after: Sequen
 
     Raises OptionError for another name.
     """
-    if path.suffix not in SUFFIXES:
-        raise OptionError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, got {path}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError(
-            "--plot: expected matplotlib, found none; pip install 'octavo[plot]'"
-        ) from None
-    figure = Figure(figsize=(11.0, 2.0 + 0.12 * len(before)), layout="constrained")
+    check_picture(path)
+    figure = new_figure(11.0, 2.0 + 0.12 * len(before))
     panels = figure.subplots(1, 2, sharey=True)
     shown = [[_over_mean(row) for row in rows] for rows in (before, after)]
     largest = max(max(row) for rows in shown for row in rows)
@@ -36,7 +26,7 @@ def draw_rank_loads(path: Path, before: Sequence[Sequence[float]], after: Sequen
         axes.set_title(f"{title}: largest {max(map(max, rows)):.2f} of the mean", loc="left", fontsize=10)
     panels[0].set(ylabel="layer")
     figure.colorbar(images[0], ax=panels, label="load over the layer's mean")
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _over_mean(row: Sequence[float]) -> list[float]:

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.compiler.errors import MissingDependencyError, OptionError
+from octavo.compiler.errors import OptionError
+from octavo.compiler.figure import check_picture, new_figure, save_figure
 
 Row = Mapping[str, Any]
-SUFFIXES = (".svg", ".png")
 COLOURS = {
     "experts": "#1b5e9b", "attention": "#c2500e", "FFNs": "#1e7a34", "embeddings and logits": "#6a3d9a",
     "other": "#6d4534", "workspace": "#9a9a9a", "room for KV": "#dfe8d8",
 }  # fmt: skip
 WIRES = ("#4a83bd", "#e0995e", "#3f9f63", "#b02a7f")
-SIZE_INCHES, DPI = (11.0, 5.2), 130
+SIZE_INCHES = (11.0, 5.2)
 
 
 def draw_plans(path: Path, rows: Sequence[Row], names: Sequence[str], title: str) -> None:
@@ -21,11 +21,11 @@ def draw_plans(path: Path, rows: Sequence[Row], names: Sequence[str], title: str
 
     Raises OptionError for other names, and where nothing is planned.
     """
-    if path.suffix not in SUFFIXES:
-        raise OptionError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, got {path}")
+    check_picture(path)
     if not rows:
         raise OptionError("--plot: expected plans, got none; give --parallel")
-    figure, (memory, wire) = _figure()
+    figure = new_figure(*SIZE_INCHES)
+    memory, wire = figure.subplots(1, 2)
     figure.suptitle(f"{title}: counted in programs, not measured", x=0.012, ha="left", fontsize=12)
     _draw_memory(memory, rows)
     _draw_wire(wire, rows)
@@ -38,22 +38,7 @@ def draw_plans(path: Path, rows: Sequence[Row], names: Sequence[str], title: str
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise OptionError(f"--plot: expected a file that can be written, got {error}") from None
-
-
-def _figure() -> tuple[Any, Any]:
-    """A figure without a window: no display and no state of matplotlib's own is needed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError(
-            "--plot: expected matplotlib, found none; pip install 'octavo[plot]'"
-        ) from None
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    return figure, figure.subplots(1, 2)
+    save_figure(figure, path)
 
 
 def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.compiler.errors import MissingDependencyError, OptionError
+from octavo.compiler.errors import OptionError
+from octavo.compiler.figure import check_picture, new_figure, save_figure
 
 Row = Mapping[str, Any]
-SUFFIXES = (".svg", ".png")
 FORMATS = {
     "nvfp4": ("NVFP4", "#3f9f63"), "nvfp4_weight_only": ("NVFP4, weights only", "#9bd0a8"), "fp8": ("FP8", "#4a83bd"),
     "bf16": ("BF16", "#c9ccd1"),
@@ -18,7 +18,6 @@ FORMATS = {
 COLOURS = ("#1b5e9b", "#c2500e", "#1e7a34", "#a61e22", "#6a3d9a", "#6d4534", "#b02a7f", "#4d4d4d")
 MARKERS = "osD^vPX*"
 LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-DPI = 130
 MOST_NUMBERED = 48  # columns in whose cells the bits are written
 
 
@@ -33,8 +32,7 @@ class _Cell:
 
 def draw_precision(path: Path, precision: Row, title: str) -> None:
     """Write an SVG or a PNG, as the name ends, of `precision` in report.json. Raises OptionError for other names."""
-    if path.suffix not in SUFFIXES:
-        raise OptionError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, got {path}")
+    check_picture(path)
     cells = _cells([row for row in precision["products"] if row["may_be_quantised"]])
     if not cells:
         raise OptionError("--plot: expected products that are quantised, got none; compile with quantize=...")
@@ -44,10 +42,7 @@ def draw_precision(path: Path, precision: Row, title: str) -> None:
     figure.suptitle(title, x=0.012, ha="left", fontsize=12)
     _draw_bits(above, cells, kinds, columns)
     _draw_errors(below, cells, kinds)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise OptionError(f"--plot: expected a file that can be written, got {error}") from None
+    save_figure(figure, path)
 
 
 def _cells(rows: Sequence[Row]) -> list[_Cell]:
@@ -65,15 +60,8 @@ def _cells(rows: Sequence[Row]) -> list[_Cell]:
 
 
 def _figure(columns: int, kinds: int) -> tuple[Any, Any]:
-    """A figure without a window: no display and no state of matplotlib's own is needed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError(
-            "--plot: expected matplotlib, found none; pip install 'octavo[plot]'"
-        ) from None
     height = 0.36 * kinds + 0.7
-    figure = Figure(figsize=(min(6.5 + 0.3 * columns, 26), height + 4.4), layout="constrained")
+    figure = new_figure(min(6.5 + 0.3 * columns, 26), height + 4.4)
     return figure, figure.subplots(2, 1, sharex=True, height_ratios=(height, 4.0))
 
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.compiler.errors import MissingDependencyError, OptionError
+from octavo.compiler.errors import OptionError
+from octavo.compiler.figure import check_picture, new_figure, save_figure
 from octavo.compiler.target import Target
 
-SUFFIXES = (".svg", ".png")
 ROOFS = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp32": "FP32 (CUDA cores)"}
 MARKERS = "osD^vPX*"
 # Dark enough for small text on white.
 COLOURS = (
     "#1b5e9b", "#b3470b", "#1e7a34", "#a61e22", "#6a3d9a", "#6d4534", "#b02a7f", "#4d4d4d", "#7a7a00", "#00798a",
 )  # fmt: skip
-SIZE_INCHES, DPI = (13.0, 8.0), 130
+SIZE_INCHES = (13.0, 8.0)
 # Where a label may lie from its mark, in points: rings of eight directions.
 _DIRECTIONS = ((1, 0), (1, 1), (1, -1), (-1, 0), (-1, 1), (-1, -1), (0, 1), (0, -1))
 _RINGS = (9, 18, 30, 45, 62, 82, 105, 130)
@@ -34,8 +34,7 @@ class Mark:
 
 def draw_roofline(path: Path, target: Target, marks: Sequence[Mark], title: str) -> None:
     """Write an SVG or a PNG, as the name ends. Raises OptionError for other names and where nothing is to draw."""
-    if path.suffix not in SUFFIXES:
-        raise OptionError(f"--plot: expected a name that ends in {' or '.join(SUFFIXES)}, got {path}")
+    check_picture(path)
     marks = [mark for mark in marks if mark.intensity > 0 and mark.rate > 0]
     if not marks or not target.hbm_bytes_per_s:
         raise OptionError("--plot: expected kernels with bytes and flops at these points, got none")
@@ -43,21 +42,11 @@ def draw_roofline(path: Path, target: Target, marks: Sequence[Mark], title: str)
     axes.set_title(f"{title}: predicted by the cost model, not measured", loc="left", fontsize=12)
     _draw_roofs(axes, target)
     _draw_marks(figure, axes, marks)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise OptionError(f"--plot: expected a file that can be written, got {error}") from None
+    save_figure(figure, path)
 
 
 def _figure(target: Target, marks: Sequence[Mark]) -> tuple[Any, Any]:
-    """A figure without a window: no display and no state of matplotlib's own is needed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError(
-            "--plot: expected matplotlib, found none; pip install 'octavo[plot]'"
-        ) from None
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
+    figure = new_figure(*SIZE_INCHES)
     axes = figure.add_subplot()
     intensities, rates = [mark.intensity for mark in marks], [mark.rate for mark in marks]
     ridge = max(target.flops.values()) / (target.hbm_bytes_per_s or 1)

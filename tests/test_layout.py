@@ -49,11 +49,8 @@ LAZY_IMPORTS = {
     "compiler/cli_check.py": "as compiler/cli.py",
     "compiler/cli_kernels.py": "as compiler/cli.py",
     "compiler/cli_quantize.py": "as compiler/cli.py",
-    "compiler/roofline.py": "matplotlib is the plot extra",
-    "compiler/precision_plot.py": "as compiler/roofline.py",
-    "compiler/load_plot.py": "as compiler/roofline.py",
+    "compiler/figure.py": "matplotlib is the plot extra",
     "compiler/cli_balance.py": "as compiler/cli.py",
-    "compiler/plan_plot.py": "as compiler/roofline.py",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",
 }
 

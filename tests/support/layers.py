@@ -104,6 +104,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.few_experts": 6,
     "octavo.compiler.roofline": 2,
     "octavo.compiler.wide": 2,
+    "octavo.compiler.figure": 2,
     "octavo.compiler.precision_plot": 2,
     "octavo.compiler.load_plot": 2,
     "octavo.compiler.precision_table": 6,
