@@ -31,9 +31,9 @@ from octavo.compiler.capture import capture
 from octavo.compiler.carve_model import carve_model
 from octavo.compiler.errors import PassError
 from octavo.compiler.expert_placement import balancedness
+from octavo.compiler.graph_model import copy_graph
 from octavo.compiler.models import load_model
 from octavo.compiler.options import CarveConfig, CompileOptions
-from octavo.compiler.parallelize import copy_graph
 from octavo.compiler.pipeline import lower, settings_of
 from octavo.compiler.progress import Bars, progress_bars
 from octavo.compiler.quality import Distribution, perplexity

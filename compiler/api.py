@@ -30,7 +30,7 @@ from octavo.compiler.device_target import resolve_target
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
-from octavo.compiler.graph_model import GraphModel
+from octavo.compiler.graph_model import GraphModel, copy_graph
 from octavo.compiler.meta_model import has_values
 from octavo.compiler.options import (
     ONE_RANK,
@@ -42,7 +42,7 @@ from octavo.compiler.options import (
     QuantConfig,
     Verify,
 )
-from octavo.compiler.parallelize import check_parallel, copy_graph, parallelize
+from octavo.compiler.parallelize import check_parallel, parallelize
 from octavo.compiler.pipeline import (
     PIPELINE,
     Lowered,

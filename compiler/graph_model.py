@@ -1,5 +1,6 @@
 """A graph of kernels as an nn.Module: what an artifact made of it must compute."""
 
+import copy
 from typing import Any
 
 import torch
@@ -13,15 +14,23 @@ UNIT = 2.0**-24
 PRODUCTS = ("linear.default", "moe.default")  # plain and quantised
 
 
+def copy_graph(graph_module: GraphModule) -> GraphModule:
+    """The graph as it is, and what is known of it; weights are shared."""
+    graph = Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    made = GraphModule(graph_module, graph)
+    known = graph_module.meta.items()
+    made.meta = {name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in known}
+    return made
+
+
 class GraphModel(nn.Module):
     """From ids to logits of one sequence, by a graph at any stage, as it was when this was made."""
 
     def __init__(self, graph_module: GraphModule, page_size: int, seed: int | None = None) -> None:
         """seed: every product is off by about one rounding of fp32, in a way of this seed's own."""
         super().__init__()
-        graph = Graph()
-        graph.output(graph.graph_copy(graph_module.graph, {}))
-        self.graph_module = GraphModule(graph_module, graph)
+        self.graph_module = copy_graph(graph_module)
         self.page_size = page_size
         self.seed = seed
 

@@ -5,19 +5,18 @@ its weights stay whole in the artifact, where each rank finds its pieces (progra
 by taking other pieces, and a graph for another mesh needs no other weights.
 """
 
-import copy
 import functools
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from octavo.compiler.check_placements import check_placements
 from octavo.compiler.errors import OptionError, PassError
 from octavo.compiler.fresh_inputs import StepInputs, empty_pages, whole_sequences
-from octavo.compiler.graph_model import Moved
+from octavo.compiler.graph_model import Moved, copy_graph
 from octavo.compiler.legality import QUANTIZED_KERNELS, check, named_arguments, op
 from octavo.compiler.mesh import ONE_RANK
 from octavo.compiler.ops.collectives import WIRES
@@ -110,16 +109,6 @@ def parallelize(
             run_pass(lambda ranks: prove_parallel(whole, ranks, parallel, page_size), graph_module)
         )
     return reports
-
-
-def copy_graph(graph_module: GraphModule) -> GraphModule:
-    """The graph as it is, and what is known of it; weights are shared."""
-    graph = Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    made = GraphModule(graph_module, graph)
-    known = graph_module.meta.items()
-    made.meta = {name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in known}
-    return made
 
 
 def prove_parallel(whole: GraphModule, ranks: GraphModule, parallel: Parallel, page_size: int) -> PassReport:

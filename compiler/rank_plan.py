@@ -18,9 +18,10 @@ from octavo.compiler.build import select_all
 from octavo.compiler.dims import makes_logits
 from octavo.compiler.errors import OptionError
 from octavo.compiler.expression import evaluate
+from octavo.compiler.graph_model import copy_graph
 from octavo.compiler.legality import named_arguments, op
 from octavo.compiler.options import Parallel, QuantConfig
-from octavo.compiler.parallelize import copy_graph, parallelize
+from octavo.compiler.parallelize import parallelize
 from octavo.compiler.placement_rules import EXPERT_OPS
 from octavo.compiler.program import Program
 from octavo.compiler.target import Target

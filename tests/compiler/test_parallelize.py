@@ -7,8 +7,9 @@ import torch
 from spread import PAGE_SIZE, lowered
 
 from octavo.compiler.errors import OptionError, PassError
+from octavo.compiler.graph_model import copy_graph
 from octavo.compiler.options import Parallel
-from octavo.compiler.parallelize import check_parallel, copy_graph, parallelize, prove_parallel
+from octavo.compiler.parallelize import check_parallel, parallelize, prove_parallel
 from octavo.passes.sharding import whole_weights
 
 

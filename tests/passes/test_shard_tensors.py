@@ -9,10 +9,11 @@ from torch.fx import GraphModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.compiler.capture import capture
+from octavo.compiler.graph_model import copy_graph
 from octavo.compiler.legality import named_arguments, op
 from octavo.compiler.mesh import ONE_RANK
 from octavo.compiler.options import CompileOptions, Parallel, QuantConfig
-from octavo.compiler.parallelize import copy_graph, parallelize
+from octavo.compiler.parallelize import parallelize
 from octavo.compiler.pipeline import lower
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quantize_model import quantize_model

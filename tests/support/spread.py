@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from octavo.compiler.capture import capture
+from octavo.compiler.graph_model import copy_graph
 from octavo.compiler.mesh import Mesh
 from octavo.compiler.options import CompileOptions, Parallel
-from octavo.compiler.parallelize import copy_graph, parallelize
+from octavo.compiler.parallelize import parallelize
 from octavo.compiler.pipeline import Settings, lower
 from octavo.compiler.simulate import simulate
 
