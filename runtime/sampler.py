@@ -18,8 +18,8 @@ from octavo.compiler.errors import ExecutionError
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.token_state import TokenState
 
-# Word 2 of the counter keeps streams apart; others will follow (drafts, acceptance).
-SAMPLE_STREAM, BEAM_STREAM = 0, 1
+# Word 2 of the counter keeps streams apart, word 3 the rounds of speculation. The kernels use the same numbers.
+SAMPLE_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, BEAM_STREAM = range(5)
 
 # top-p looks among this many best tokens first, and among more only if they do not reach p.
 _FIRST_NUCLEUS = 512
