@@ -27,7 +27,11 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "cu_seqlens_q": ("i32", ("R + 1",)),
     "logit_rows": ("i64", ("L",)),
     "row_ranks": ("i64", ("N",)),
+    "tree": ("i64", ("T",)),
 }
+# What a draft head reads of its target for every token, (T, F): dtype and F are the program's own. What it, or a target,
+# makes of them are the outputs behind the logits: features_0, features_1, ...
+FEATURES = "features"
 # Of each collective how many buffers it reads and fills, and the types of its options.
 COLLECTIVES: Mapping[str, tuple[int, tuple[type, ...]]] = {
     "all_reduce": (2, ()), "all_gather": (2, (int, int)), "reduce_scatter": (2, (int, int)),
@@ -136,6 +140,15 @@ class Program:
             else:
                 segments[-1].append(step)
         return tuple(map(tuple, segments))
+
+    @property
+    def logits(self) -> Buffer:
+        return self.of_kind("output")[0]
+
+    @property
+    def hidden_states(self) -> tuple[Buffer, ...]:
+        """The outputs (T, width) behind the logits, in the order that was asked for."""
+        return self.of_kind("output")[1:]
 
     @property
     def collectives(self) -> tuple[Step, ...]:

@@ -20,6 +20,7 @@ from octavo.runtime.recovery import recover
 from octavo.runtime.request import Branch, Completion, Request, Status, Token, check_prompt
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler
+from octavo.runtime.speculative.speculator import Speculator
 from octavo.runtime.stats import EngineStats, Snapshot, take_snapshot
 from octavo.runtime.stepper import Stepper
 from octavo.runtime.structured import GrammarMatcher, Grammars
@@ -42,6 +43,7 @@ class Engine:
     chunked_prefill   spread long prompts over several steps, so that running requests go on
     prefix_caching    share pages with earlier requests whose prompts began alike
     seed              of requests without their own; None: a fresh one
+    speculator        drafts tokens and verifies them, several in a step; None: a token a step
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Engine:
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
         seed: int | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         budget = model.max_batch_tokens if max_batch_tokens is None else max_batch_tokens
         if not 1 <= budget <= model.max_batch_tokens:
@@ -83,7 +86,10 @@ class Engine:
             max_requests=min(max_requests, budget),
             chunked_prefill=chunked_prefill,
         )
-        self._stepper = Stepper(runner, self.scheduler, self.seed)
+        self.speculator = speculator
+        if speculator is not None:
+            speculator.proposer.use_pages(self.memory)
+        self._stepper = Stepper(runner, self.scheduler, self.seed, speculator)
         self._grammars: Grammars | None = None  # made for the first request that wants one
         self._outputs: dict[int, Output] = {}
         self._next_id = 0
@@ -244,6 +250,7 @@ class Engine:
         request = output.request
         stopped = output.stopped()
         for branch in stopped:
+            self.stats.generated_tokens -= output.num_behind_stop(branch)
             self.scheduler.finish_branch(request, branch, "stop")
         if stopped and request.params.is_ranked:
             tokens += output.show()

@@ -31,12 +31,14 @@ class PagePool:
     `keep` marked stays findable when nobody holds it, until it is evicted: clean pages are handed out first, then
     kept ones in the order in which they became free.
 
-    evict  called with each kept page that is about to be handed out as new; it must not change this pool
+    evict        called with each kept page that is about to be handed out as new; it must not change this pool
+    generations  of each page, how often it was handed out as new: what was noted of an earlier life is void
     """
 
     def __init__(self, num_pages: int, evict: Callable[[int], None] = _no_cache) -> None:
         assert num_pages >= 1, f"expected at least the null page, got {num_pages} pages"
         self.num_pages = num_pages
+        self.generations = [0] * num_pages
         self._evict = evict
         self._holders = [0] * num_pages
         self._is_kept = [False] * num_pages
@@ -117,6 +119,7 @@ class PagePool:
             self._is_kept[page] = False
         assert self._holders[page] == 0, f"page {page} was free and held"
         self._holders[page] = 1
+        self.generations[page] += 1
         return page
 
     def share(self, pages: Iterable[int]) -> None:

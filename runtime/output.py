@@ -103,6 +103,10 @@ class Output:
             if output.branch.finish_reason is None and output.is_stopped
         ]
 
+    def num_behind_stop(self, branch: Branch) -> int:
+        """Tokens of a stopped branch that come after the one that completed its stop string."""
+        return len(branch.tokens) - self.request.prompt_len - self._output(branch).num_shown
+
     def show_abort(self) -> None:
         """Tell the reader that nothing more will come."""
         if self.mailbox is not None:

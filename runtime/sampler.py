@@ -154,19 +154,29 @@ def sample(logits: NDArray[np.float32], rows: Sequence[Row]) -> list[Sampled | E
 
 
 def _sample_row(logits: NDArray[np.float32], row: Row) -> Sampled | ExecutionError:
-    params = row.params
     try:
-        processed = logits if row.state is None else row.state.apply(logits)
+        processed = processed_logits(logits, row)
     except ExecutionError as error:
         return error
-    token_id = int(processed.argmax())
-    if not np.isfinite(processed[token_id]):
-        return ExecutionError(
+    if row.params.is_greedy:
+        return reported(logits, int(processed.argmax()), row.params)
+    token_id = draw(probabilities(processed, row.params), uniform(row.key, row.position))
+    return reported(logits, token_id, row.params)
+
+
+def processed_logits(logits: NDArray[np.float32], row: Row) -> NDArray[np.float32]:
+    """A row (vocab,) with a finite maximum after what its state does to it; ExecutionError if nothing may follow."""
+    processed = logits if row.state is None else row.state.apply(logits)
+    if not np.isfinite(processed.max()):
+        raise ExecutionError(
             f"logits: expected a token that may follow at position {row.position}, got none: structured, "
             "min_tokens and the model's end tokens together forbid all"
         )
-    if not params.is_greedy:
-        token_id = draw(probabilities(processed, params), uniform(row.key, row.position))
+    return processed
+
+
+def reported(logits: NDArray[np.float32], token_id: int, params: SamplingParams) -> Sampled:
+    """A chosen token with what its request wants to know, by the model's row (vocab,) of logits."""
     return report(logits, token_id, params.logprobs or 0) if params.needs_logprobs else Sampled(token_id)
 
 

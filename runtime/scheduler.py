@@ -15,18 +15,25 @@ from octavo.runtime.recompute import share_at_windows, share_computed
 from octavo.runtime.request import Branch, FinishReason, Request, Status
 from octavo.runtime.sampler import Sampled
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.speculative.draft import NO_DRAFT, Draft
 
 # A request that this many later ones were admitted before goes first, whatever its priority.
 MAX_OVERTAKEN = 64
 
 
 class Chunk(NamedTuple):
-    """Tokens `start : start + length` of a branch, to be computed in this step."""
+    """Tokens `start : start + length` of a branch, to be computed in this step, and a draft of what may follow them."""
 
     request: Request
     branch: Branch
     start: int
     length: int
+    draft: Draft = NO_DRAFT
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return self.length + len(self.draft)
 
     @property
     def is_sampled(self) -> bool:
@@ -285,15 +292,23 @@ class Scheduler:
                 pass
         self.release(request)
 
-    def commit(self, chunks: Sequence[Chunk], sampled: Sequence[Sequence[Sampled]]) -> None:
-        """Record a step. sampled: for each chunk that `is_sampled`, in their order, the token that its branch goes
-        on with; several, and the request forks; none, and the caller calls `replace` next.
+    def commit(self, chunks: Sequence[Chunk], sampled: Sequence[Sequence[Sampled]]) -> int:
+        """Record a step; returns how many tokens branches went on with.
 
-        Ends a branch at a stop token ("stop") or at its max_len ("length"); others may call `finish`.
+        sampled  for each chunk that `is_sampled`, in their order, the token that its branch goes on with; several
+                 behind a draft, all of which it goes on with; several otherwise, and the request forks; none, and the
+                 caller calls `replace` next
+        Ends a branch at a stop token ("stop") or at its max_len ("length"), where the rest of several tokens is
+        dropped; others may call `finish`.
         """
         results = iter(sampled)
-        for request, branch, start, length in chunks:
+        num_taken = 0
+        for request, branch, start, length, draft in chunks:
             tokens = next(results) if start + length == len(branch.tokens) else ()
+            if len(draft):
+                num_taken += self._take_run(request, branch, draft, tokens, start + length)
+                continue
+            num_taken += len(tokens)
             if len(tokens) == 1:
                 # The token first: `recovery` can tell what is computed, but not what was sampled.
                 branch.take(tokens[0], request.prompt_len)
@@ -305,6 +320,25 @@ class Scheduler:
                     if reason := end_reason(request, each):
                         self.finish_branch(request, each, reason)
         assert next(results, None) is None, "more tokens were sampled than chunks asked for"
+        return num_taken
+
+    def _take_run(
+        self, request: Request, branch: Branch, draft: Draft, tokens: Sequence[Sampled], computed: int
+    ) -> int:
+        """Go on with what was verified, up to where the branch ends. What lies in the pages' order is computed."""
+        for sampled in tokens:
+            branch.take(sampled, request.prompt_len)
+            if reason := end_reason(request, branch):
+                break
+        else:
+            reason = None
+        num_taken = len(branch.tokens) - computed
+        accepted = branch.tokens[computed:-1] if reason is None else branch.tokens[computed:]
+        computed += draft.num_in_order(accepted)
+        self.memory.commit(branch.table, branch.tokens, computed)
+        if reason is not None:
+            self.finish_branch(request, branch, reason)
+        return num_taken
 
     def _fork(self, request: Request, first: Branch, tokens: Sequence[Sampled]) -> None:
         others = [
@@ -375,7 +409,7 @@ def _newest(requests: Sequence[Request]) -> list[Chunk]:
     for request in requests:  # loops: they take a third of the time of comprehensions here
         for branch in request.branches:
             if branch.finish_reason is None:
-                chunks.append(_new_chunk(Chunk, (request, branch, len(branch.tokens) - 1, 1)))
+                chunks.append(_new_chunk(Chunk, (request, branch, len(branch.tokens) - 1, 1, NO_DRAFT)))
     return chunks
 
 

@@ -1,5 +1,6 @@
-"""One step: moves of pages -> Batch -> run -> choose tokens -> commit."""
+"""One step: moves of pages -> drafts -> Batch -> run -> choose or verify tokens -> commit."""
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,9 +11,11 @@ from octavo.compiler.errors import ExecutionError
 from octavo.runtime.batch import build_batch, num_logit_rows
 from octavo.runtime.beam import advance
 from octavo.runtime.model_runner import ModelRunner
+from octavo.runtime.page_moves import Move
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey, Row, Sampled, prompt_logprobs, sample
 from octavo.runtime.scheduler import Chunk, Scheduler
+from octavo.runtime.speculative.speculator import Speculator
 
 # Answers of a request draw from streams of their own: bits above those of a request's id.
 _BRANCH_BITS = 48
@@ -29,19 +32,25 @@ class _Rows(NamedTuple):
 class Stepper:
     """Runs what the scheduler planned, and tells it what came out.
 
-    seed  of requests without their own
+    seed        of requests without their own
+    speculator  None: a token a step
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, seed: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, seed: int, speculator: Speculator | None = None
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.seed = seed
+        self.speculator = speculator
 
     def run(self, chunks: Sequence[Chunk]) -> int:
         """Run a step; returns how many tokens were generated. A request whose logits are broken ends with "error"."""
-        self.scheduler.memory.run_moves(self.runner.move_pages)
-        batch = build_batch(chunks, self.runner.page_size)
-        logits = self.runner.run(batch)
+        if self.speculator is None:
+            self.scheduler.memory.run_moves(self.runner.move_pages)
+            logits = self.runner.run(build_batch(chunks, self.runner.page_size))
+        else:
+            chunks, logits = self._speculate(chunks, self.speculator)
         rows = _rows_of(chunks)
         for each in rows:
             if each.chunk.request.wants_prompt_report:
@@ -49,13 +58,34 @@ class Stepper:
         sampled = [each for each in rows if each.chunk.is_sampled]
         searched = [each for each in sampled if each.chunk.request.params.beam_width is not None]
         drawn = [each for each in sampled if each.chunk.request.params.beam_width is None]
-        chosen = self._draw(drawn, logits)
+        chosen = self._draw([each for each in drawn if not len(each.chunk.draft)], logits)
+        chosen |= self._verify([each for each in drawn if len(each.chunk.draft)], logits)
         alive = [chunk for chunk in chunks if chunk.request.error is None]
         results = [chosen.get(id(chunk.branch), []) for chunk in alive if chunk.is_sampled]
-        self.scheduler.commit(alive, results)
+        num_taken = self.scheduler.commit(alive, results)
         for request in {each.chunk.request.request_id: each.chunk.request for each in searched}.values():
             self._search(request, [logits[e.last] for e in searched if e.chunk.request is request])
-        return sum(map(len, results)) + len(searched)
+        return num_taken + len(searched)
+
+    def _speculate(
+        self, chunks: Sequence[Chunk], speculator: Speculator
+    ) -> tuple[Sequence[Chunk], NDArray[np.float32]]:
+        """The chunks with drafts, and the logits of the step. Room comes first: a draft model writes pages too."""
+        memory = self.scheduler.memory
+        asked = speculator.ask(chunks, memory, self.scheduler.max_batch_tokens, self.key)
+        memory.run_moves(self._move_pages)
+        chunks = speculator.draft(chunks, asked)
+        batch = build_batch(chunks, self.runner.page_size)
+        began = time.perf_counter()
+        logits = self.runner.run(batch)
+        seconds = time.perf_counter() - began
+        speculator.observe(chunks, batch, self.runner.features, seconds)
+        return chunks, logits
+
+    def _move_pages(self, moves: Sequence[Move]) -> None:
+        assert self.speculator is not None
+        self.runner.move_pages(moves)
+        self.speculator.proposer.move_pages(moves)
 
     def key(self, request: Request, branch: int) -> RandomKey:
         """The stream of a request's answer; the first answer's is that of a request with one."""
@@ -87,6 +117,18 @@ class Stepper:
                 self._fail(requests[id(owner)], result)
             else:
                 chosen.setdefault(id(owner), []).append(result)
+        return chosen
+
+    def _verify(self, drafted: Sequence[_Rows], logits: NDArray[np.float32]) -> dict[int, list[Sampled]]:
+        """For each branch (by id) with a draft the tokens that it goes on with."""
+        chosen = {}
+        for chunk, first, last in drafted:
+            assert self.speculator is not None, "a draft that nobody made"
+            try:
+                key = self.key(chunk.request, chunk.branch.index)
+                chosen[id(chunk.branch)] = self.speculator.verify(chunk, logits[first : last + 1], key)
+            except ExecutionError as error:
+                self._fail(chunk.request, error)
         return chosen
 
     def _search(self, request: Request, logits: Sequence[NDArray[np.float32]]) -> None:

@@ -61,11 +61,14 @@ class TokenState:
             self._prompt_ids = np.unique(np.array(tokens[: self._prompt_len] if is_needed else [], np.int64))
         num_seen = self._prompt_len + len(self._generated)
         assert len(tokens) >= num_seen, "tokens were dropped without a rollback"
-        new = list(tokens[num_seen:])
-        self._generated += new
-        self._counts.update(new)
-        if self._matcher is not None and new:
-            self._matcher.accept(new)
+        self.advance(tokens[num_seen:])
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that follow those taken in, drafted ones perhaps: `rollback` forgets them."""
+        self._generated += token_ids
+        self._counts.update(token_ids)
+        if self._matcher is not None and token_ids:
+            self._matcher.accept(token_ids)
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` generated tokens."""

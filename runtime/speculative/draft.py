@@ -53,6 +53,14 @@ class Draft:
             depth += 1
         return depth
 
+    def num_in_order(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, which follow the branch, are the draft's first nodes, one behind the other."""
+        pairs = zip(token_ids, self.token_ids, self.parents, strict=False)
+        for count, (token_id, own, parent) in enumerate(pairs):
+            if token_id != own or parent != count - 1:
+                return count
+        return min(len(token_ids), len(self))
+
     def first(self, count: int) -> "Draft":
         """Without what comes behind its first `count` nodes."""
         scores = None if self.scores is None else self.scores[:count]

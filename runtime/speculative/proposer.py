@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from octavo.runtime.batch import Batch
 from octavo.runtime.page_moves import Move
+from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey
 from octavo.runtime.scheduler import Chunk
@@ -20,6 +21,9 @@ class Asked(NamedTuple):
     most   nodes at most, at least 1; a slot of its pages is reserved for each
     key    its stream of random numbers: noise comes from random_bits(key, position, DRAFT_STREAM, round, ...)
     round  how many rounds it had; a round and a position name each random number once
+    is_coupled  the target's choice at a position is what plain decoding would choose there, whatever is drafted:
+           argmax, or a draw with `uniform(key, position)`. A draft is best made alike then, and gives no probs.
+           Otherwise tokens are drawn with the noise above, and probs tell from what
     """
 
     request: Request
@@ -27,6 +31,7 @@ class Asked(NamedTuple):
     most: int
     key: RandomKey
     round: int
+    is_coupled: bool
 
 
 class Proposer(Protocol):
@@ -43,6 +48,10 @@ class Proposer(Protocol):
     @property
     def has_tree(self) -> bool:
         """Whether its drafts may be other than chains."""
+        ...
+
+    def use_pages(self, memory: PagedMemory) -> None:
+        """The target's pages; told once, before all else."""
         ...
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:

@@ -26,6 +26,8 @@ class FakeRunner:
     Unwritten and freed slots hold garbage, so a wrong page, slot, position or length changes the logits.
     """
 
+    features: NDArray[np.generic] | None = None
+
     def __init__(
         self,
         num_pages: int,
@@ -41,6 +43,7 @@ class FakeRunner:
         self.cache = np.full((num_pages * page_size, 2), -77, np.int64)
         self._pages = HostPages([self.cache.reshape(num_pages, -1)], num_host_pages)
         self.batches: list[dict[str, int]] = []
+        self.features = None
         self.fail_with: BaseException | None = None
         self.poison: dict[int, float] = {}  # last token of a history -> value written into its logits
 
@@ -62,6 +65,9 @@ class FakeRunner:
         for row in batch.logit_rows.tolist():
             request = int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1
             context = int(batch.seq_lens[request]) - (int(batch.cu_seqlens_q[request + 1]) - 1 - row)
+            if batch.tree[row]:
+                rows.append(self._logits(self._path(batch, request, row)))
+                continue
             seen = [
                 self._history(page_table[request], context, window)
                 for (page_table, _), window in zip(tables, self.page_windows, strict=True)
@@ -70,6 +76,20 @@ class FakeRunner:
             assert all(history[-len(each) :] == each for each in seen), "groups hold different tokens"
             rows.append(self._logits(history))
         return np.array(rows, np.float32).reshape(len(rows), VOCAB_SIZE)
+
+    def _path(self, batch: Batch, request: int, row: int) -> list[int]:
+        """What a token of a tree sees: the request's tokens before the step, then those of its mask."""
+        first, end = batch.cu_seqlens_q[request : request + 2].tolist()
+        before = int(batch.seq_lens[request]) - (end - first)
+        mask = int(batch.tree[row]) % 2**64
+        inside = [first + bit for bit in range(end - first) if mask >> bit & 1]
+        assert inside[-1] == row, "a token does not see itself"
+        positions = [int(batch.positions[one]) for one in inside]
+        assert positions == list(range(before, before + len(inside))), "a path skips positions"
+        return [
+            *self._history(batch.page_table[request], before, None),
+            *(int(batch.input_ids[one]) for one in inside),
+        ]
 
     def _history(self, pages: NDArray[np.int32], length: int, window: int | None) -> list[int]:
         index = np.arange(0 if window is None else max(0, length - window), length)
