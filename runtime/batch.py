@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.program import FEATURES
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.kv_cache import NULL_PAGE
-from octavo.runtime.scheduler import Chunk
 
 # Tokens of a request in a step with a tree: a bit of a mask each.
 MAX_TREE_TOKENS = 64

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.kv_cache import PagePool, PageState
 from octavo.runtime.paged_memory import PagedMemory, PageTable
-from octavo.runtime.scheduler import Chunk, Scheduler
+from octavo.runtime.scheduler import Scheduler
 
 
 @dataclass

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from octavo.compiler.errors import ExecutionError
 from octavo.runtime.batch import build_batch, num_logit_rows
 from octavo.runtime.beam import advance
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.page_moves import Move
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey, Row, Sampled, prompt_logprobs, sample
-from octavo.runtime.scheduler import Chunk, Scheduler
+from octavo.runtime.scheduler import Scheduler
 from octavo.runtime.speculative.speculator import Speculator
 
 # Answers of a request draw from streams of their own: bits above those of a request's id.

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.sampler import (
     RandomKey,
     Row,
@@ -17,7 +18,6 @@ from octavo.runtime.sampler import (
     reported,
     sample,
 )
-from octavo.runtime.scheduler import Chunk
 from octavo.runtime.speculative.draft import ROOT, Distribution
 from octavo.runtime.speculative.verify import Noise, Verdict, verify_block, verify_tokens, walk
 

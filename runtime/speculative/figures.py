@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.runtime.scheduler import Chunk
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.speculative.draft import ROOT, Draft
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.runtime.batch import Batch, build_batch
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.page_moves import Move
 from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch
-from octavo.runtime.scheduler import Chunk
 from octavo.runtime.speculative.choose_draft import Drafting
 from octavo.runtime.speculative.draft import Draft, chain
 from octavo.runtime.speculative.draft_features import PendingFeatures

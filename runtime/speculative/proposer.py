@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.runtime.batch import Batch
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.page_moves import Move
 from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey
-from octavo.runtime.scheduler import Chunk
 from octavo.runtime.speculative.draft import Draft
 
 

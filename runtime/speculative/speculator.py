@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from octavo.compiler.errors import OutOfPages
 from octavo.runtime.batch import MAX_TREE_TOKENS, Batch
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey, Sampled
-from octavo.runtime.scheduler import Chunk
 from octavo.runtime.speculative.accept import Rule, accept
 from octavo.runtime.speculative.acceptance import accepted_nodes
 from octavo.runtime.speculative.draft import NO_DRAFT

@@ -2,11 +2,11 @@ import numpy as np
 
 from octavo.compiler.program import STEP_INPUTS
 from octavo.runtime.batch import build_batch
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.paged_memory import PageTable
 from octavo.runtime.prefix_cache import SHARED_KEY, PrefixCache
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.scheduler import Chunk
 
 
 def chunk(request_id: int, tokens: list[int], pages: list[int], start: int, length: int) -> Chunk:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.engine import Engine
 from octavo.runtime.kv_cache import PageState
 from octavo.runtime.paged_memory import PagedMemory, PageTable
 from octavo.runtime.prefix_cache import SHARED_KEY
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.scheduler import Chunk
 from octavo.runtime.stats import EngineStats, Snapshot, prometheus_text, slots
 
 MakeEngine = Callable[..., Engine]
