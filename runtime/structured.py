@@ -104,6 +104,10 @@ class GrammarMatcher:
     def fork(self) -> "GrammarMatcher":
         return GrammarMatcher(self._state.deep_copy())
 
+    def forced(self) -> list[int]:
+        """Tokens of the only text that may follow, written as the tokenizer would."""
+        return [int(token_id) for token_id in self._state.compute_ff_tokens()]
+
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens (vocab,) may follow; ids that the tokenizer does not have may not. ExecutionError where the
         grammar was left or is too complex here.

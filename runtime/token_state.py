@@ -27,6 +27,10 @@ class Matcher(Protocol):
         """Which tokens (vocab,) may follow. Raises ExecutionError for a grammar that cannot be followed."""
         ...
 
+    def forced(self) -> list[int]:
+        """Tokens of the only text that may follow, as far as there is only one; it may be written in other tokens."""
+        ...
+
 
 class TokenState:
     """Belongs to one branch. `sync` tells it the branch's tokens; `apply` changes nothing in it.
@@ -82,6 +86,10 @@ class TokenState:
         del self._generated[-count:]
         if self._matcher is not None:
             self._matcher.rollback(count)
+
+    def forced(self) -> list[int]:
+        """Tokens of the only text that the grammar lets follow; [] where it leaves a choice or there is none."""
+        return [] if self._matcher is None else self._matcher.forced()
 
     def fork(self) -> "TokenState":
         """The state of a branch that goes on from here on its own."""

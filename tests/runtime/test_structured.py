@@ -259,3 +259,21 @@ def test_a_tokenizer_that_the_library_does_not_know_is_named() -> None:
     words = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
     with pytest.raises(RequestError, match="expected a tokenizer that llguidance knows, got: "):
         Grammars(FileTokenizer(words.to_str()), model())
+
+
+def test_the_only_text_that_may_follow_is_known() -> None:
+    matcher = grammars().matcher(Structured.json_schema(PERSON))
+    forced = matcher.forced()
+    assert tokenizer().decode(forced).replace(" ", "").startswith("{")
+    matcher = grammars().matcher(Structured.regex("(yes|yellow) indeed"))
+    assert tokenizer().decode(matcher.forced()) == "ye"
+    matcher.accept(tokenizer().encode("yel"))
+    rest = matcher.forced()
+    assert tokenizer().decode(rest) == "low indeed"
+    for token_id in rest:  # asking changes nothing
+        assert matcher.allowed(model().vocab_size)[token_id]
+        matcher.accept([token_id])
+    assert matcher.forced() in ([], [END])
+    state = new_token_state(SamplingParams(), 2, {END}, grammars().matcher(Structured.regex("yes")))
+    assert state is not None and tokenizer().decode(state.forced()).startswith("y")
+    assert new_token_state(SamplingParams(min_tokens=1), 2).forced() == []  # type: ignore[union-attr]

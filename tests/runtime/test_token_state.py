@@ -40,6 +40,9 @@ class OddFirst:
         is_odd: NDArray[np.bool_] = np.arange(vocab_size) % 2 == 1
         return is_odd if self.count % 2 == 0 else ~is_odd
 
+    def forced(self) -> list[int]:
+        return []
+
 
 def applied(
     params: SamplingParams, prompt: list[int], answer: list[int], stop_ids: Collection[int] = ()

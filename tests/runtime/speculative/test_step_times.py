@@ -8,7 +8,8 @@ from octavo.runtime.speculative.step_times import Times, flat_then_linear, linea
 
 
 def at(times: Times, *counts: float) -> list[float]:
-    return times.seconds(np.array(counts, np.float64)).tolist()
+    seconds: list[float] = times.seconds(np.array(counts, np.float64)).tolist()
+    return seconds
 
 
 def test_before_anything_is_known_steps_are_flat_then_linear() -> None:
