@@ -35,6 +35,7 @@ class ConstantRunner:
     num_host_pages = 0
     page_windows: tuple[int | None, ...] = (None,)
     page_bytes = 1
+    features: NDArray[np.generic] | None = None
 
     def __init__(self, num_pages: int, page_size: int, vocab_size: int, most_rows: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size

@@ -14,8 +14,10 @@ from octavo.compiler.dims import (
     dim_names,
     dtype_name,
     is_view,
-    leaves_graph,
+    leaving_items,
     makes_logits,
+    output_name,
+    output_number,
     to_dim,
 )
 from octavo.compiler.errors import CodegenError
@@ -23,7 +25,7 @@ from octavo.compiler.legality import COLLECTIVES, named_arguments, op
 from octavo.compiler.mesh import ONE_RANK
 from octavo.compiler.origin import where
 from octavo.compiler.page_groups import page_windows
-from octavo.compiler.program import ITEM_BYTES, Buffer, BufferKind, Dim, Program, Step, step_input
+from octavo.compiler.program import FEATURES, ITEM_BYTES, Buffer, BufferKind, Dim, Program, Step, step_input
 from octavo.passes.plan_memory import ALIGNMENT, MemoryReport
 
 ORDER: tuple[BufferKind, ...] = ("input", "cache", "weight", "output", "workspace")
@@ -48,7 +50,7 @@ def emit(
             emitter.add_weight(node)
         elif node.op == "call_function":
             emitter.add_call(node, specs.get(node))
-    buffers = sorted(emitter.buffers.values(), key=lambda buffer: ORDER.index(buffer.kind))
+    buffers = sorted(emitter.buffers.values(), key=_place)
     weights = {buffer.name for buffer in buffers if buffer.kind == "weight"}
     return Program(
         tuple(buffers), tuple(emitter.steps), emitter.workspace, page_size, page_windows(module.graph),
@@ -56,6 +58,12 @@ def emit(
         {name: shard for name, shard in module.meta.get("shards", {}).items() if name in weights},
         tuple(module.meta.get("expert_layers", ())),
     )  # fmt: skip
+
+
+def _place(buffer: Buffer) -> tuple[int, int]:
+    """Logits before features, and these by their numbers."""
+    number = int(buffer.name.rpartition("_")[2]) + 1 if buffer.name.startswith(f"{FEATURES}_") else 0
+    return ORDER.index(buffer.kind), number if buffer.kind == "output" else 0
 
 
 class _Emitter:
@@ -80,6 +88,9 @@ class _Emitter:
         if (filled := step_input(node.name)) is not None:
             dtype, shape = filled
             self._add(node, Buffer(node.name, "input", dtype, shape))
+        elif node.name == FEATURES:
+            value = node.meta["val"]
+            self._add(node, Buffer(FEATURES, "input", dtype_name(value), self._shape(value)[1:]))
         elif CACHE_NAME.fullmatch(node.name):
             self._add(
                 node, Buffer(node.name, "cache", dtype_name(node.meta["val"]), self._shape(node.meta["val"]))
@@ -132,23 +143,30 @@ class _Emitter:
     def _add_results(self, node: fx.Node) -> None:
         value = node.meta["val"]
         results = tuple(value) if isinstance(value, tuple | list) else (value,)
-        if leaves_graph(node):
-            self._add(node, Buffer("logits", "output", result_dtype(node), self._shape(results[0])[1:]))
+        number = output_number(node)
+        if number is not None:
+            dtype, shape = result_dtype(node), self._shape(results[0])[1:]
+            self._add(node, Buffer(output_name(number), "output", dtype, shape))
             return
         places = node.meta.get("buffer")
         if places is None:
             raise CodegenError(
                 f"emit: expected a place in the workspace, run plan_memory first ({where(node)})"
             )
+        leaving = leaving_items(node)
         buffers = tuple(
-            Buffer(
+            Buffer(output_name(leaving[index]), "output", dtype_name(result), self._shape(result)[1:])
+            if index in leaving
+            else Buffer(
                 place.name,
                 "workspace",
                 "fp32" if makes_logits(node) else dtype_name(result),
                 self._result_shape(result),
                 place.offset.text,
             )
-            for place, result in zip(places if isinstance(places, tuple) else (places,), results, strict=True)
+            for index, (place, result) in enumerate(
+                zip(places if isinstance(places, tuple) else (places,), results, strict=True)
+            )
         )
         self._add(node, *buffers)
 

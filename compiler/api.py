@@ -27,6 +27,7 @@ from octavo.compiler.checkpoints.quantize_given import REST, quantize_given
 from octavo.compiler.checkpoints.sources import Sources
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
+from octavo.compiler.drafts.head import draft_facts, target_ids_file
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.errors import ArtifactError, OctavoError, OptionError
@@ -77,6 +78,7 @@ def compile(
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
     quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
     deterministic: bool = False, parallel: Parallel = ONE_RANK, carve: CarveConfig | None = None,
+    features: Sequence[int] | None = None,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -92,6 +94,7 @@ def compile(
     calibration  text like that which will be served, or its token ids; one or several. None: a text that comes with
                Octavo, for which there must be a tokenizer. Some thousand tokens are enough. Beside a checkpoint only
                what quantisation moves is measured on it
+    features   hidden states for draft heads, numbered as in Hugging Face; see CompileOptions
     carve      cut dense gated FFNs into experts, by what calibration shows: another function, unless all are active
     The other options are described in CompileOptions. The model itself is not changed.
     Raises OptionError, CaptureError, PassError, IllegalGraphError or CodegenError; each names the place.
@@ -111,6 +114,7 @@ def compile(
         deterministic=deterministic,
         parallel=parallel,
         carve=carve,
+        features=None if features is None else tuple(features),
     )
     check_options(options)
     if checkpoint is not None and carve is not None:
@@ -127,16 +131,17 @@ def compile(
             "into it, or use octavo.check(model), which captures, rewrites and proves without weights, and with "
             "parallel=... plans what ranks would hold and send"
         )
-    tokenizer_files = tokenizer_files_of(tokenizer)
+    tokenizer_files = {**tokenizer_files_of(tokenizer), **target_ids_file(model)}
     with progress_bars(progress) as bars:
         source = with_dtype(model, options.dtype)
         bars("capture")("torch.export", 0, 1)
-        captured = capture(source)
+        captured = capture(source, options.features)
         settings = settings_of(captured, options, chosen.page_size)
         sequences = sequences_of(options, calibration, tokenizer, settings.max_model_len)
         job = Job(
             chosen, options, settings, captured.model_info, captured.route, sequences=sequences,
             given=None if checkpoint is None else (checkpoint, weights_dtype(model)),
+            provenance={"draft": facts} if (facts := draft_facts(model)) else {},
         )  # fmt: skip
         dumps = DumpWriter(dump_directory(options, os.environ.get("OCTAVO_DUMP")), dump_weights, job.facts())
         dumps.write_files({**tokenizer_files, **calibration_file(sequences)})
@@ -280,7 +285,10 @@ def _judge(job: Job, whole: GraphModule, compiled: Compiled, reference: nn.Modul
     runner = compiled.runner(num_pages=64 * len(compiled.artifact.program.page_windows))
     carve = job.options.carve
     if job.options.quantize is None and (carve is None or carve.is_whole):
-        check_whole_model(reference, compiled.artifact, runner)
+        features = (
+            None if isinstance(reference, GraphModel) else job.options.features
+        )  # a graph has them as outputs
+        check_whole_model(reference, compiled.artifact, runner, features)
     else:
         given = whole, job.settings.page_size
         moved = (GraphModel(*given, seed) for seed in (1, 2, 3))  # made only where they are asked
@@ -337,9 +345,8 @@ def _pack(
 ) -> Compiled:  # fmt: skip
     temporary = tempfile.mkdtemp(prefix="octavo-") if output is None else None
     path = Path(temporary) / "artifact" if temporary is not None else Path(str(output))
-    logits = built.program.of_kind("output")[0]
     model = {
-        **job.model_info, "vocab_size": logits.shape[-1], "num_layers": lowered.num_layers,
+        **job.model_info, "vocab_size": built.program.logits.shape[-1], "num_layers": lowered.num_layers,
         "max_model_len": job.settings.max_model_len, "max_batch_tokens": job.options.max_batch_tokens,
     }  # fmt: skip
     manifest = {

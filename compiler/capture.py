@@ -1,15 +1,14 @@
 """nn.Module -> graph in ragged-token form.
 
-In: input_ids (1, T) and position_ids (1, T). Out: logits (1, T, vocab). T is symbolic. Weights become
-`get_attr` nodes under the model's own names; tied weights keep one. Nothing is rewritten here.
+In: input_ids (1, T) and position_ids (1, T), and of a draft head features (1, T, F). Out: logits (1, T, vocab), and
+behind them the hidden states (1, T, hidden) that were asked for. T is symbolic. Weights become `get_attr` nodes under
+the model's own names; tied weights keep one. Nothing is rewritten here.
 """
 
 import contextlib
-import inspect
 import operator
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +24,29 @@ from octavo.compiler.errors import CaptureError
 from octavo.compiler.few_experts import experts_apart
 from octavo.compiler.functional import make_functional
 from octavo.compiler.meta_model import has_values, on_cpu
+from octavo.compiler.model_call import (
+    EXAMPLE_LEN,
+    Caller,
+    caller_of,
+    example_features,
+    library_of,
+    reads_features,
+)
 from octavo.compiler.origin import where
+from octavo.compiler.program import FEATURES
 from octavo.compiler.token_mixing import require_tokens_apart
-from octavo.passes.rewrite import hold
+from octavo.passes.rewrite import fake_mode, hold
 
-EXAMPLE_LEN = 7  # odd, not 1 or 2: those sizes are specialised
 # Files of torch, of this package and of a library's machinery, which lie between the model's line and an error.
 NOT_THE_MODELS = re.compile(r"/torch/|/octavo/|/transformers/(?!models/)|^<")
-POSITION_NAMES = ("position_ids", "positions", "position", "pos", "input_pos")
 
 
 @dataclass
 class Captured:
     """A captured model.
 
-    graph_module  placeholders input_ids, position_ids; one output
+    graph_module  placeholders input_ids, position_ids, and of a draft head features; the logits are its first output,
+                  the others are hidden states
     model_info    name, vocab_size, num_layers (None if unknown), max_model_len, eos_token_ids, bos_token_id
     route         "interface" when the model's library named its attention, "patterns" otherwise
     """
@@ -50,15 +57,21 @@ class Captured:
     notes: list[str] = field(default_factory=list)
 
 
-def capture(model: nn.Module) -> Captured:
-    """Export `model`. Raises CaptureError with the model's own source line when it cannot be done."""
-    library = _library(model)
+def capture(model: nn.Module, features: Sequence[int] | None = None) -> Captured:
+    """Export `model`. Raises CaptureError with the model's own source line when it cannot be done.
+
+    features  hidden states that are outputs too, by the numbers of compiler/hidden_states.py
+    """
+    library = library_of(model)
     with _evaluating(model):
+        caller = caller_of(model, features)
         if library is None:
-            graph_module = _export_experts(model, _signature(model))
-            return Captured(graph_module, _info(model, {}, graph_module.meta["longest"]), "patterns")
+            graph_module = _export_experts(model, caller)
+            return Captured(
+                graph_module, _info(model, _known(model), graph_module.meta["longest"]), "patterns"
+            )
         with library.layers_as_ops(model):
-            graph_module = _export_experts(model, library.call, library.explanation)
+            graph_module = _export_experts(model, caller, library.explanation)
         if has_values(model):
             library.require_positions_from_zero(model)
         return Captured(graph_module, _info(model, library.description(model), None), "interface")
@@ -76,26 +89,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _library(model: nn.Module) -> Any:
-    """The module that knows the model's library, or None. Others' models import no transformers."""
-    if "transformers" not in sys.modules:
-        return None
-    from octavo.compiler import huggingface
-
-    return huggingface if huggingface.is_model(model) else None
-
-
 def reference_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Logits (1, T, vocab) of the model itself for one sequence (1, T): what every graph is compared with."""
-    library = _library(model)
-    call = _signature(model) if library is None else library.call
+    return reference_outputs(model, input_ids)[0]
+
+
+def reference_outputs(
+    model: nn.Module, input_ids: Tensor, given: Tensor | None = None, features: Sequence[int] | None = None
+) -> tuple[Tensor, ...]:
+    """Logits (1, T, vocab) of the model itself for one sequence (1, T), and the hidden states that it makes.
+
+    given     what a draft head reads beside the tokens, (1, T, F)
+    features  of a target, as in `capture`
+    """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     with _evaluating(model):
-        logits: Tensor = call(model, input_ids, positions)
-    return logits
-
-
-Caller = Callable[[nn.Module, Tensor, Tensor], Tensor]
+        return caller_of(model, features)(model, input_ids, positions, given)
 
 
 class _Wrapped(nn.Module):
@@ -106,35 +115,16 @@ class _Wrapped(nn.Module):
         self.model = model
         self.caller = caller
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.caller(self.model, input_ids, position_ids)
-
-
-def _signature(model: nn.Module) -> Caller:
-    """How a hand-written model takes its inputs: token ids first, positions by name if it has them."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    names = [p.name for p in parameters]
-    positions = next((n for n in names if n in POSITION_NAMES), None)
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    unknown = [n for n in required[1:] if n != positions]
-    if not names or unknown:
-        raise CaptureError(
-            f"capture: {type(model).__name__}.forward takes {names}; expected token ids and optionally "
-            f"positions (one of {', '.join(POSITION_NAMES)}); wrap the model in a module that fills in "
-            f"{unknown or 'these'}"
-        )
-
-    def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        result = module(input_ids, **({positions: position_ids} if positions else {}))
-        if hasattr(result, "logits"):
-            return result.logits  # type: ignore[no-any-return]
-        return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
-
-    return call
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, features: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return self.caller(self.model, input_ids, position_ids, features)
 
 
 def _export_experts(
-    model: nn.Module, caller: Caller, explain: Callable[[Exception], str | None] = lambda _: None
+    model: nn.Module,
+    caller: Caller,
+    explain: Callable[[Exception], str | None] = lambda _: None,
 ) -> GraphModule:
     """Export with loops over experts recorded, and with one weight in place of those of equal experts.
 
@@ -145,9 +135,11 @@ def _export_experts(
         with experts_apart(model) as experts:
             has_stacks = bool(experts.counts)
 
-            def call(module: nn.Module, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            def call(
+                module: nn.Module, ids: Tensor, positions: Tensor, given: Tensor | None
+            ) -> tuple[Tensor, ...]:
                 with experts.loops():
-                    return caller(module, input_ids, position_ids)
+                    return caller(module, ids, positions, given)
 
             graph_module = _export(_Wrapped(model, call), explain)
         experts.put_together(graph_module)
@@ -169,6 +161,7 @@ def _export(wrapped: _Wrapped, explain: Callable[[Exception], str | None] = lamb
     example = {
         "input_ids": torch.arange(EXAMPLE_LEN, device=device)[None] % 2,
         "position_ids": torch.arange(EXAMPLE_LEN, device=device)[None],
+        **example_features(wrapped.model, device),
     }
     shapes = {name: {1: Dim.AUTO} for name in example}
     try:
@@ -230,17 +223,20 @@ def _functional(program: torch.export.ExportedProgram) -> GraphModule:
 
 
 def _unify_lengths(graph_module: GraphModule, program: torch.export.ExportedProgram, name: str) -> int | None:
-    """Both inputs have one symbolic length. Returns the longest that the model's own slices allow, if any."""
-    ids, positions = (n for n in graph_module.graph.nodes if n.op == "placeholder")
-    length = ids.meta["val"].shape[1]
+    """All inputs have one symbolic length. Returns the longest that the model's own slices allow, if any."""
+    inputs = {n.name: n for n in graph_module.graph.nodes if n.op == "placeholder"}
+    length = inputs.get(FEATURES, inputs["input_ids"]).meta["val"].shape[1]
     if isinstance(length, int) or length.node.expr.is_number:
         raise CaptureError(
             f"capture: {name} fixed the sequence length to {length} while it was traced; some of its code "
             "turns the length into a Python number (a list, a loop, int()); keep it a size of a tensor"
         )
-    if positions.meta["val"].shape[1] != length:
-        # The model reads no positions, so nothing else has tied the two symbols together.
-        positions.meta["val"] = ids.meta["val"].clone()
+    for node in inputs.values():
+        value = node.meta["val"]
+        if value.shape[1] != length:
+            # The model does not read it, so nothing else has tied the two symbols together.
+            with fake_mode(graph_module):
+                node.meta["val"] = torch.empty((1, length, *value.shape[2:]), dtype=value.dtype)
     bounds = program.range_constraints.get(length.node.expr)
     upper = None if bounds is None else bounds.upper
     return int(upper) if upper is not None and upper.is_Integer and int(upper) < 1 << 31 else None
@@ -277,7 +273,7 @@ Identity = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
 def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
-    """The exported graph with parameters, buffers and constants as attributes, and one output."""
+    """The exported graph with parameters, buffers and constants as attributes."""
     written = [s.target for s in program.graph_signature.output_specs if s.kind is not OutputKind.USER_OUTPUT]
     if written:
         raise CaptureError(
@@ -300,7 +296,7 @@ def _with_named_weights(program: torch.export.ExportedProgram) -> GraphModule:
             if specs[node.name].kind is InputKind.PARAMETER:
                 parameters.add(str(copies[node].target))
         elif node.op == "output":
-            graph.output((copies[node.args[0][0]],))
+            graph.output(tuple(copies[result] for result in node.args[0]))
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     for node in graph.nodes:
@@ -338,6 +334,11 @@ def _weight(
     result = graph.get_attr(name)
     result.meta = dict(node.meta)
     return result
+
+
+def _known(model: nn.Module) -> dict[str, Any]:
+    """What a draft head says of itself."""
+    return dict(getattr(model, "model_info", {})) if reads_features(model) else {}
 
 
 def _info(model: nn.Module, known: dict[str, Any], longest: int | None) -> dict[str, Any]:

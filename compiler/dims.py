@@ -1,5 +1,6 @@
 """The memory of a lowered graph: sizes by name, dtypes, which nodes rename memory and which leave it."""
 
+import operator
 import re
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import fx
 
 from octavo.compiler.errors import IllegalGraphError
-from octavo.compiler.program import Dim, step_input
+from octavo.compiler.program import FEATURES, Dim, step_input
 
 DTYPE_NAMES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8", torch.uint8: "u8",
@@ -44,6 +45,8 @@ def dim_names(graph: fx.Graph) -> dict[sympy.Symbol, str]:
             # Token inputs are (1, T) in the graph and (T,) in the program.
             expected = filled[1]
             pairs = zip(expected, shape[len(shape) - len(expected) :], strict=True)
+        elif node.name == FEATURES:
+            pairs = zip(("T",), shape[1:2], strict=True)
         elif CACHE_NAME.fullmatch(node.name):
             pairs = zip(("num_pages",), shape[:1], strict=True)
         else:
@@ -77,11 +80,33 @@ def is_view(node: fx.Node) -> bool:
 
 
 def makes_logits(node: fx.Node) -> bool:
-    """Whether the result is the graph's output, or this rank's part of it: such values are stored in fp32."""
+    """Whether the result is the graph's first output, or this rank's part of it: such values are stored in fp32."""
     gathers = [u for u in node.users if u.target is torch.ops.octavo.all_gather.default]
-    return leaves_graph(node) or any(leaves_graph(user) for user in gathers)
+    return any(output_number(one) == 0 for one in (node, *gathers))
 
 
 def leaves_graph(node: fx.Node) -> bool:
-    """Whether the result is the graph's output, possibly through views: such memory belongs to the caller."""
-    return any(user.op == "output" or (is_view(user) and leaves_graph(user)) for user in node.users)
+    """Whether the result is an output of the graph, possibly through views: such memory belongs to the caller."""
+    return output_number(node) is not None
+
+
+def output_number(node: fx.Node) -> int | None:
+    """Which output of the graph the result is, possibly through views: 0 the logits, then features; None: none."""
+    for user in node.users:
+        if user.op == "output":
+            return list(user.args[0]).index(node)  # type: ignore[arg-type]
+        if is_view(user) and (number := output_number(user)) is not None:
+            return number
+    return None
+
+
+def output_name(number: int) -> str:
+    """Of an output's buffer."""
+    return f"{FEATURES}_{number - 1}" if number else "logits"
+
+
+def leaving_items(node: fx.Node) -> dict[int, int]:
+    """Of a call with several results, which of them are outputs of the graph: its index -> the output's number."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    found = {user.args[1]: output_number(user) for user in items}
+    return {index: number for index, number in found.items() if number is not None}  # type: ignore[misc]

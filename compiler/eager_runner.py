@@ -12,10 +12,13 @@ from octavo.compiler.artifact import Artifact
 from octavo.compiler.build import LOWERED_GRAPH
 from octavo.compiler.dims import DTYPE_NAMES
 from octavo.compiler.dump_load import load_graph
+from octavo.compiler.program import FEATURES
 from octavo.runtime.batch import Batch
+from octavo.runtime.features import HOLDERS, check_features, joined
 from octavo.runtime.model_runner import default_num_pages, page_bytes
 from octavo.runtime.page_moves import HostPages, Move
 
+RAW = {HOLDERS[name]: dtype for dtype, name in DTYPE_NAMES.items() if name in HOLDERS}
 TORCH = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -39,19 +42,32 @@ class EagerRunner:
         self.num_host_pages = num_host_pages
         pages = [cache.view(self.num_pages, -1).view(torch.uint8).numpy() for cache in self.caches.values()]
         self._pages = HostPages(pages, num_host_pages)
+        self.features: NDArray[np.generic] | None = None
+        self.program = artifact.program
 
     def move_pages(self, moves: Sequence[Move]) -> None:
         self._pages.move(moves)
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         inputs: dict[str, Any] = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+        check_features(self.program, batch)
         for name in ("input_ids", "positions"):
             inputs[name] = inputs[name][None]
+        if batch.features is not None:
+            inputs[FEATURES] = inputs[FEATURES].view(RAW[batch.features.dtype.type])[None]
         names = [n.name for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
-            (logits,) = self.graph_module(*({**inputs, **self.caches}[name] for name in names))
+            logits, *hidden_states = self.graph_module(*({**inputs, **self.caches}[name] for name in names))
+        self.features = joined([_raw(states[0]) for states in hidden_states])
         result: NDArray[np.float32] = logits[0].float().numpy()
         return result
+
+
+def _raw(states: torch.Tensor) -> NDArray[np.generic]:
+    """As the runtime passes hidden states on."""
+    if states.dtype is torch.bfloat16:
+        return states.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return states.numpy()
 
 
 def _tensor(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

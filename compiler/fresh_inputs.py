@@ -86,6 +86,13 @@ def empty_pages(cache: Node, num_pages: int) -> Tensor:
     return torch.zeros((num_pages, *example.shape[1:]), dtype=example.dtype)
 
 
+def fresh_features(node: Node, tokens: int, seed: int = 0) -> Tensor:
+    """What a draft head reads of its target: (1, tokens, F), normal, in the dtype of its input."""
+    example = node.meta["val"]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((1, tokens, example.shape[2]), generator=generator).to(example.dtype)
+
+
 def is_cache(name: str) -> bool:
     """Whether an input is pages: of keys, values or block scales. Those that take over are k_cache_0_1 in a site."""
     return name.startswith(("k_cache", "v_cache", "k_scales", "v_scales"))

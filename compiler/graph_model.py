@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from octavo.compiler.fresh_inputs import empty_pages, whole_sequences
 from octavo.compiler.page_groups import page_windows
+from octavo.compiler.program import FEATURES
 
 UNIT = 2.0**-24
 PRODUCTS = ("linear.default", "moe.default")  # plain and quantised
@@ -25,7 +26,8 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
 
 
 class GraphModel(nn.Module):
-    """From ids to logits of one sequence, by a graph at any stage, as it was when this was made."""
+    """From ids (and of a draft head features) to logits and hidden states of one sequence, by a graph at any stage, as
+    it was when this was made."""
 
     def __init__(self, graph_module: GraphModule, page_size: int, seed: int | None = None) -> None:
         """seed: every product is off by about one rounding of fp32, in a way of this seed's own."""
@@ -34,17 +36,19 @@ class GraphModel(nn.Module):
         self.page_size = page_size
         self.seed = seed
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, features: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         windows = page_windows(self.graph_module.graph)
         step = whole_sequences(input_ids.tolist(), self.page_size, windows)
-        given = {**step.tensors, "position_ids": position_ids}
+        given = {**step.tensors, "position_ids": position_ids, FEATURES: features}
         values = [
             given[node.name] if node.name in given else empty_pages(node, step.num_pages) for node in inputs
         ]
         run = self.graph_module if self.seed is None else Moved(self.graph_module, self.seed).run
-        logits: Tensor = run(*values)[0]
-        return logits
+        results: tuple[Tensor, ...] = run(*values)
+        return results
 
 
 class Moved(Interpreter):

@@ -175,7 +175,8 @@ def body_of(graph_module: GraphModule, nodes: Sequence[Node]) -> Body:
     for node in nodes:
         args = map_arg((node.args, node.kwargs), name)
         inside[node] = len(inside)
-        lines.append(f"{node.target} {args} {_shape(node.meta.get('val'))}")
+        leaves = " leaves" if any(user.op == "output" for user in node.users) else ""
+        lines.append(f"{node.target} {args} {_shape(node.meta.get('val'))}{leaves}")
     lines += [f"{_shape(n.meta['val'])}" for n in (*outside, *caches)]
     lines += [_weight_text(graph_module, target) for target in weights]
     return Body(tuple(nodes), "\n".join(lines), tuple(outside), tuple(weights), tuple(caches))

@@ -18,6 +18,7 @@ from octavo.compiler.legality import Stage, check, is_attention, op
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.origin import module_path
 from octavo.compiler.paging_rules import check_paging
+from octavo.compiler.program import FEATURES
 from octavo.compiler.type_rules import check_types
 from octavo.compiler.verify import Evidence, prove_report
 from octavo.passes.absorb_mla import absorb_mla
@@ -263,6 +264,8 @@ def expected_attentions(captured: Captured) -> list[str]:
     """Names of the nodes that are attention in the captured graph: what must be paged in the end."""
     found = attentions(captured.graph_module)
     layers = captured.model_info["num_layers"]
+    if not found and _reads_features(captured.graph_module):
+        return []  # a draft head without state of its own: everything it knows of earlier tokens is in the features
     if not found:
         raise PassError(
             f"capture: {captured.model_info['name']} has no attention: no softmax over keys, no "
@@ -277,6 +280,10 @@ def expected_attentions(captured: Captured) -> list[str]:
             "cannot be paged"
         )
     return found
+
+
+def _reads_features(graph_module: GraphModule) -> bool:
+    return any(node.name == FEATURES for node in graph_module.graph.find_nodes(op="placeholder"))
 
 
 def _modules(graph_module: GraphModule, names: Sequence[str]) -> list[str]:

@@ -29,8 +29,8 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "row_ranks": ("i64", ("N",)),
     "tree": ("i64", ("T",)),
 }
-# What a draft head reads of its target for every token, (T, F): dtype and F are the program's own. What it, or a target,
-# makes of them are the outputs behind the logits: features_0, features_1, ...
+# What a draft head reads of its target for every token, (T, F): dtype and F are the program's own. What it, or a
+# target, makes of them are the outputs behind the logits: features_0, features_1, ...
 FEATURES = "features"
 # Of each collective how many buffers it reads and fills, and the types of its options.
 COLLECTIVES: Mapping[str, tuple[int, tuple[type, ...]]] = {

@@ -11,6 +11,7 @@ from octavo.compiler.mesh import AXES, Mesh
 from octavo.compiler.program import (
     COLLECTIVES,
     DIMS,
+    FEATURES,
     ITEM_BYTES,
     STEP_INPUTS,
     Buffer,
@@ -32,6 +33,8 @@ MAX_PAGE_SIZE = 65_536
 MAX_WINDOW = 2**31 - 1
 MAX_RANKS = 4096
 MAX_SIZE = 2**40
+MAX_WIDTH = 2**24  # of hidden states, together
+HIDDEN_DTYPES = ("fp32", "bf16")
 OF_COLLECTIVES = ("axis", "options")
 ALL_PAGES = (None,)  # one group, whose layers look back to the start: not written
 
@@ -230,6 +233,9 @@ def _dim(value: Any, names: tuple[str, ...], where: str) -> Dim:
 def _check_interface(program: Program, where: str) -> None:
     """What the runtime relies on: step inputs as it fills them, pages it can size, logits it can read."""
     for buffer in program.of_kind("input"):
+        if buffer.name == FEATURES:
+            _check_hidden_states(buffer, where)
+            continue
         if input_and_group(buffer.name)[1] >= len(program.page_windows):
             raise _bad(where, f"inputs of {len(program.page_windows)} page groups", buffer.name)
         if step_input(buffer.name) != (buffer.dtype, buffer.shape):
@@ -242,8 +248,23 @@ def _check_interface(program: Program, where: str) -> None:
             expected = f"(num_pages, kv_heads, {program.page_size}, ...) for cache '{buffer.name}'"
             raise _bad(where, expected, list(buffer.shape))
     outputs = program.of_kind("output")
-    if len(outputs) != 1 or outputs[0].dtype != "fp32":
-        raise _bad(where, "one fp32 output buffer", [f"{b.name} {b.dtype}" for b in outputs])
+    if not outputs or outputs[0].dtype != "fp32":
+        raise _bad(where, "fp32 logits as the first output buffer", [f"{b.name} {b.dtype}" for b in outputs])
+    for number, buffer in enumerate(outputs[1:]):
+        if buffer.name != f"{FEATURES}_{number}":
+            raise _bad(where, f"an output buffer {FEATURES}_{number}", buffer.name)
+        _check_hidden_states(buffer, where)
+
+
+def _check_hidden_states(buffer: Buffer, where: str) -> None:
+    width = buffer.shape[-1] if buffer.shape else 0
+    is_bounded = isinstance(width, int) and 1 <= width <= MAX_WIDTH
+    if buffer.dtype not in HIDDEN_DTYPES or buffer.shape != ("T", width) or not is_bounded:
+        raise _bad(
+            where,
+            f"(T, width up to {MAX_WIDTH}) of {', '.join(HIDDEN_DTYPES)} for {buffer.kind} '{buffer.name}'",
+            f"{buffer.dtype} {list(buffer.shape)}",
+        )
 
 
 def _expect_keys(row: Any, keys: set[str], where: str) -> None:

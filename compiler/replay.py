@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from octavo.compiler.fresh_inputs import empty_pages, is_cache, whole_sequences
+from octavo.compiler.fresh_inputs import empty_pages, fresh_features, is_cache, whole_sequences
+from octavo.compiler.program import FEATURES
 from octavo.passes.rewrite import held
 
 octavo = torch.ops.octavo
@@ -103,7 +104,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _constants(
     graph_module: GraphModule, sequences: Sequence[Sequence[int]], page_size: int
 ) -> dict[Node, Any]:
-    """Weights, the inputs of one step with all sequences, and pages."""
+    """Weights, the inputs of one step with all sequences, and pages. Features of a draft head are fresh numbers."""
     step = whole_sequences(sequences, page_size)
     found: dict[Node, Any] = {}
     for node in graph_module.graph.nodes:
@@ -111,6 +112,8 @@ def _constants(
             found[node] = held(graph_module, str(node.target))
         elif node.op == "placeholder" and is_cache(node.name):
             found[node] = empty_pages(node, step.num_pages)
+        elif node.op == "placeholder" and node.name == FEATURES:
+            found[node] = fresh_features(node, step.tensors["input_ids"].shape[1])
         elif node.op == "placeholder":
             found[node] = step.tensors[node.name]
     return found

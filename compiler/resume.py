@@ -132,6 +132,8 @@ class _Source:
             wanted["quantize"] = QuantConfig(**{**given["quantize"], **globs})
         if given.get("carve"):
             wanted["carve"] = CarveConfig(**given["carve"])
+        if given.get("features"):
+            wanted["features"] = tuple(given["features"])
         if "parallel" in given:
             wanted["parallel"] = Parallel(**given["parallel"])
         options = CompileOptions(**{**given, **wanted})

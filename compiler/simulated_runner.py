@@ -55,6 +55,10 @@ class SimulatedRunner:
         ]
         return self.run_all(batches)[0]
 
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        return self.ranks[0].features
+
     def run_all(self, batches: Sequence[Batch]) -> list[NDArray[np.float32]]:
         """A step of every rank with a batch of its own; their logits."""
         for rank, batch in zip(self.ranks, batches, strict=True):

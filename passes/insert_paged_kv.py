@@ -34,9 +34,9 @@ def insert_paged_kv(graph_module: GraphModule, page_size: int) -> PassReport:
     A layer with latents has no v_cache: its one cache, k_cache_i, holds a latent and a rotated key part a token.
     """
     report = PassReport("insert_paged_kv", "reassociates")
-    attentions = [n for n in graph_module.graph.nodes if n.target in ATTENTIONS]
-    if not attentions:
+    if all(n.name != "position_ids" for n in graph_module.graph.find_nodes(op="placeholder")):
         return report
+    attentions = [n for n in graph_module.graph.nodes if n.target in ATTENTIONS]
     inputs = _add_step_inputs(graph_module)
     caches = [_add_caches(graph_module, i, node, page_size) for i, node in enumerate(attentions)]
     for node, own in zip(attentions, caches, strict=True):
@@ -136,11 +136,12 @@ def _sunk(build: Builder, found: Match) -> Node:
 def _gather(graph_module: GraphModule, logit_rows: Node, report: PassReport) -> None:
     """Logits of the wanted rows only, computed from the hidden states of those rows."""
     output = graph_module.graph.output_node()
-    ((logits,),) = arguments(output)
+    (results,) = arguments(output)
+    logits = results[0]
     assert isinstance(logits, Node)
     with graph_module.graph.inserting_before(output):
         gathered = Builder(graph_module, logits).call(octavo.gather_logits.default, logits, logit_rows)
-    output.replace_input_with(logits, gathered)
+    output.args = ((gathered, *results[1:]),)
     apply_rule(SINK_GATHER, graph_module, _below_arithmetic(graph_module, gathered, report), report)
 
 

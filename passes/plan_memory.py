@@ -2,7 +2,7 @@
 
 A value takes at most a * T + c * N + b bytes: sizes in L count as T, as L <= T, and block scales in tiles of 128 rows
 take what the last tile may leave empty as b. One value lies above another only if all coefficients say so, so the two
-overlap for no T and N, and the plan is made once, over the coefficients. Logits are an output, not workspace.
+overlap for no T and N, and the plan is made once, over the coefficients. Outputs are no workspace.
 """
 
 import operator
@@ -16,7 +16,15 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 import octavo.compiler.ops  # noqa: F401  (registers the ops that IN_PLACE names)
-from octavo.compiler.dims import as_expression, dim_names, dtype_name, is_view, leaves_graph, makes_logits
+from octavo.compiler.dims import (
+    as_expression,
+    dim_names,
+    dtype_name,
+    is_view,
+    leaves_graph,
+    leaving_items,
+    makes_logits,
+)
 from octavo.compiler.errors import IllegalGraphError
 from octavo.compiler.legality import COLLECTIVES, op
 from octavo.compiler.program import ITEM_BYTES
@@ -189,7 +197,9 @@ def _results(node: fx.Node, index: int, rows: Mapping[sympy.Symbol, str]) -> tup
     value = node.meta["val"]
     if not isinstance(value, tuple | list):
         return (_Value(node.name, _width(node, value, rows), index, index),)
-    return tuple(_Value(f"{node.name}.{i}", _width(node, v, rows), index, index) for i, v in enumerate(value))
+    leaving = leaving_items(node)
+    widths = [Size() if i in leaving else _width(node, v, rows) for i, v in enumerate(value)]
+    return tuple(_Value(f"{node.name}.{i}", width, index, index) for i, width in enumerate(widths))
 
 
 def _width(node: fx.Node, value: torch.Tensor, rows: Mapping[sympy.Symbol, str]) -> Size:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
 from octavo.compiler.expression import evaluate, holds
-from octavo.compiler.program import DIMS, ITEM_BYTES, Step, input_and_group
+from octavo.compiler.program import DIMS, FEATURES, ITEM_BYTES, Step, input_and_group
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
@@ -66,6 +66,12 @@ class CudaRunner:
         driver: Driver | None = None, progress: Progress | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
         check_rank(artifact, rank)
+        if artifact.program.hidden_states or any(
+            b.name == FEATURES for b in artifact.program.of_kind("input")
+        ):
+            raise ExecutionError(
+                f"runner: {artifact.path} makes or reads features for draft heads, which runs on cpu only"
+            )
         self.program = artifact.program
         self.rank = rank
         self.page_size = artifact.program.page_size
@@ -105,6 +111,10 @@ class CudaRunner:
         sizes = {buffer.name: num_bytes(buffer, ONE_PAGE) for buffer in self.program.of_kind("cache")}
         self._pages = DevicePages(self._memory, self._stream, sizes, self.num_pages, num_host_pages)
         self.addresses |= self._pages.addresses
+
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        return None
 
     def move_pages(self, moves: Sequence[Move]) -> None:
         """Queue the moves behind all that was run, before all that will be. ExecutionError for one that cannot be."""

@@ -109,6 +109,10 @@ class LeaderRunner:
             counts = self._agree(State.BUSY, len(batch.input_ids))
             return self._run(batch, counts)
 
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        return self._local.features
+
     def take_part(self) -> bool:
         """A step without tokens, for leaders that have some; False: none has, and followers were told to end."""
         with self._speaking():

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from octavo.compiler.host import available_memory, build_shared_library, can_run
 from octavo.compiler.program import DIMS, ITEM_BYTES, Buffer, Program, Step
 from octavo.runtime.batch import Batch
 from octavo.runtime.expert_layers import CountsExperts, placed_weights
+from octavo.runtime.features import HOLDERS, check_features, joined
 from octavo.runtime.meetings import Meetings
 from octavo.runtime.page_moves import HostPages, Move
 from octavo.runtime.regions import Collectives, Region, array_of, read_and_filled
@@ -25,6 +26,7 @@ from octavo.runtime.regions import Collectives, Region, array_of, read_and_fille
 SOURCE, LIBRARY, FEATURES = "kernels/program.cpp", "kernels/program.so", "kernels/features"
 ALIGNMENT = 64
 SPINS = 1000
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 # The default pool holds this many sequences of full length, if that takes no more than this share of free
 # memory.
@@ -67,6 +69,12 @@ class ModelRunner(Protocol):
         """Logits (L, vocab) of the wanted rows, valid until the next run; fills the batch's slots."""
         ...
 
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        """Of all T tokens of the last run, (T, F) in the model's dtype, bf16 as uint16, valid until the next; None: the
+        program makes none."""
+        ...
+
 
 class NativeRunner(CountsExperts):
     """A cpu artifact's program on this machine's cores.
@@ -76,6 +84,8 @@ class NativeRunner(CountsExperts):
     num_host_pages  slots that pages move out to, in the same memory
     rank            of the program's mesh: which pieces of the weights this runner holds
     collectives     how it meets the other ranks; needed where the program has collectives
+    caches          by the names of the program's cache buffers, memory of another runner's that is to be these; None:
+                    of its own
     origin          where the code came from: "artifact", or why it was built again
     """
 
@@ -87,6 +97,7 @@ class NativeRunner(CountsExperts):
         num_host_pages: int = 0,
         rank: int = 0,
         collectives: Collectives | None = None,
+        caches: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         self.program = artifact.program
         self.rank = rank
@@ -111,8 +122,7 @@ class NativeRunner(CountsExperts):
         buffers = [buffer for buffer in self.program.buffers if buffer.kind != "workspace"]
         self._place = {buffer.name: place for place, buffer in enumerate(buffers)}
         self._buffers = {buffer.name: buffer for buffer in self.program.buffers}
-        self._output = self.program.of_kind("output")[0]
-        self._memory = self._allocate(artifact, buffers)
+        self._memory = self._allocate(artifact, buffers, caches or {})
         self._pointers = np.zeros(len(buffers) + 1, np.uintp)
         for name, array in self._memory.items():
             self._pointers[self._place[name]] = array.ctypes.data
@@ -120,20 +130,29 @@ class NativeRunner(CountsExperts):
             self._memory[buffer.name].reshape(self.num_pages, -1) for buffer in self.program.of_kind("cache")
         ]
         self._pages = HostPages(pages, num_host_pages)
-        self._logits = aligned_zeros(ALIGNMENT)
+        self._outputs = {buffer.name: aligned_zeros(ALIGNMENT) for buffer in self.program.of_kind("output")}
         self._workspace = aligned_zeros(ALIGNMENT)
         self._artifact = artifact
 
-    def _allocate(self, artifact: Artifact, buffers: list[Buffer]) -> dict[str, NDArray[Any]]:
-        """Weights as they are mapped, and zeroed pages."""
+    def _allocate(
+        self, artifact: Artifact, buffers: list[Buffer], caches: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """Weights as they are mapped, and zeroed pages, but for those that are another's."""
         dims = {name: 0 for name in DIMS} | {"num_pages": self.num_pages}
         memory: dict[str, NDArray[Any]] = {}
         for buffer in buffers:
             if buffer.kind == "weight":
                 memory[buffer.name] = weight_piece(artifact, buffer.name, self.rank)
+            elif buffer.name in caches:
+                memory[buffer.name] = caches[buffer.name]
             elif buffer.kind == "cache":
                 memory[buffer.name] = aligned_zeros(num_bytes(buffer, dims))
         return memory
+
+    @property
+    def caches(self) -> Mapping[str, NDArray[Any]]:
+        """The memory of the pages, by cache buffer."""
+        return {buffer.name: self._memory[buffer.name] for buffer in self.program.of_kind("cache")}
 
     def move_pages(self, moves: Sequence[Move]) -> None:
         """Make the moves, in order. ExecutionError for one that cannot be, and then none is made."""
@@ -174,11 +193,13 @@ class NativeRunner(CountsExperts):
         self._dims = dims = {**batch.dims, "num_pages": self.num_pages}
         self._sizes = np.array([dims[name] for name in DIMS], np.int64)
         inputs = batch.inputs
+        check_features(self.program, batch)
         for buffer in self.program.of_kind("input"):
             self._pointers[self._place[buffer.name]] = inputs[buffer.name].ctypes.data
-        self._logits = grown(self._logits, num_bytes(self._output, dims))
+        for name, memory in self._outputs.items():
+            self._outputs[name] = grown(memory, num_bytes(self._buffers[name], dims))
+            self._pointers[self._place[name]] = self._outputs[name].ctypes.data
         self._workspace = grown(self._workspace, evaluate(self.program.workspace, dims))
-        self._pointers[self._place[self._output.name]] = self._logits.ctypes.data
         self._pointers[-1] = self._workspace.ctypes.data
 
     def run_segment(self, segment: int) -> None:
@@ -203,8 +224,16 @@ class NativeRunner(CountsExperts):
 
     def logits(self) -> NDArray[np.float32]:
         """Of the step that ended, (L, vocab)."""
-        logits = self._logits[: num_bytes(self._output, self._dims)].view(np.float32)
-        return logits.reshape(self._dims["L"], self.vocab_size)
+        return self._output(self.program.logits, np.float32)
+
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        """Of the step that ended, (T, F); valid until the next."""
+        return joined([self._output(one, HOLDERS[one.dtype]) for one in self.program.hidden_states])
+
+    def _output(self, buffer: Buffer, dtype: type[Scalar]) -> NDArray[Scalar]:
+        memory = self._outputs[buffer.name][: num_bytes(buffer, self._dims)]
+        return memory.view(dtype).reshape([evaluate(size, self._dims) for size in buffer.shape])
 
 
 def check_rank(artifact: Artifact, rank: int) -> None:

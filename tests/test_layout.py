@@ -43,7 +43,7 @@ NOT_IN_RUNTIME = ("torch", "jinja2", "triton", "sympy", "transformers", "octavo.
 # Imports inside functions hide cycles. The few that stay are of optional extras or heavy and rarely needed.
 LAZY_IMPORTS = {
     "compiler/huggingface.py": "transformers and gguf are the hf extra",
-    "compiler/capture.py": "transformers' registries are patched only if the model comes from there",
+    "compiler/model_call.py": "transformers' registries are patched only if the model comes from there",
     "compiler/cli.py": "help and inspect must not wait for torch; each command imports its work",
     "compiler/cli_app.py": "bars are drawn by rich, which help does not wait for either",
     "compiler/cli_check.py": "as compiler/cli.py",

@@ -9,8 +9,9 @@ from models import COMPILABLE, LONGEST, SPELLINGS, VOCAB, SdpaAttention, Spellin
 from stages import FP32, LENGTHS, assert_same_numbers, captured, logits, tokens
 from torch import Tensor, nn
 
-from octavo.compiler.capture import EXAMPLE_LEN, capture, reference_logits
+from octavo.compiler.capture import capture, reference_logits
 from octavo.compiler.errors import CaptureError
+from octavo.compiler.model_call import EXAMPLE_LEN
 from octavo.passes.pattern import arguments
 
 
@@ -158,7 +159,7 @@ def test_refuses_inputs_that_it_cannot_fill() -> None:
         capture(Masked())
     assert str(raised.value) == (
         "capture: Masked.forward takes ['ids', 'attention_mask']; expected token ids and optionally "
-        "positions (one of position_ids, positions, position, pos, input_pos); wrap the model in a module "
+        "positions (one of position_ids, positions, position, pos, input_pos) and features; wrap the model in a module "
         "that fills in ['attention_mask']"
     )
 

@@ -10,7 +10,7 @@ from octavo.compiler.graph_model import GraphModel
 def logits(seed: int | None) -> torch.Tensor:
     ids = tokens(9)
     with torch.no_grad():
-        result: torch.Tensor = GraphModel(before("", "llama"), 4, seed)(ids, torch.arange(9)[None])[0]
+        result: torch.Tensor = GraphModel(before("", "llama"), 4, seed)(ids, torch.arange(9)[None])[0][0]
     return result
 
 

@@ -1,6 +1,7 @@
 """The last proof sees what no site can show: kernels, the memory plan, what a pass did besides its sites."""
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -62,15 +63,15 @@ def test_a_model_in_bf16_that_is_far_from_its_exact_form_gives_as_much_room_agai
     amount: float, is_accepted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if one rounding led a tenth of a row's largest logit away, as another expert does."""
-    model, made = tiny("llama", torch.bfloat16), whole_model._model_logits
+    model, made = tiny("llama", torch.bfloat16), whole_model._model_rows
 
-    def logits(one: torch.nn.Module, prompts: whole_model.Prompts) -> whole_model.Rows:
-        rows = made(one, prompts)
+    def rows_of(one: torch.nn.Module, *given: Any) -> Any:
+        rows = made(one, *given)
         if next(one.parameters()).dtype == torch.float32:
-            rows[-1][7] += 0.1 * np.abs(rows[-1]).max()
+            rows.logits[-1][7] += 0.1 * np.abs(rows.logits[-1]).max()
         return rows
 
-    monkeypatch.setattr(whole_model, "_model_logits", logits)
+    monkeypatch.setattr(whole_model, "_model_rows", rows_of)
     artifact = compiled("llama", torch.bfloat16).artifact
     runner = Disturbed("llama", amount, 1, torch.bfloat16)
     if is_accepted:
@@ -108,7 +109,7 @@ def test_what_a_pass_does_outside_its_sites_is_caught() -> None:
     weight.data.copy_(expected)
     clean = tiny("llama")
     with mock.patch("octavo.compiler.api.check_whole_model") as check:
-        check.side_effect = lambda _, artifact, runner: check_whole_model(clean, artifact, runner)
+        check.side_effect = lambda _, *given: check_whole_model(clean, *given)
         with mock.patch.dict("os.environ", {"CXX": "no-such-compiler"}), pytest.warns(UserWarning):
             with pytest.raises(PassError, match=r"^verify: logits of the artifact differ"):
                 octavo.compile(model, max_model_len=LONGEST, pipeline=steps)

@@ -24,3 +24,7 @@ class PassedOn:
 
     def run(self, batch: Batch) -> NDArray[np.float32]:
         return self.inner.run(batch)
+
+    @property
+    def features(self) -> NDArray[np.generic] | None:
+        return self.inner.features

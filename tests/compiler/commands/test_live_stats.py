@@ -33,6 +33,7 @@ class Runner:
     """Logits of nobody: token 5 follows everything."""
 
     num_pages, page_size, num_host_pages, page_windows, page_bytes = 17, 16, 0, (None,), 1024
+    features: NDArray[np.generic] | None = None
 
     def move_pages(self, moves: Sequence[Move]) -> None: ...
 
