@@ -18,6 +18,7 @@ from octavo.compiler.cli_app import (
     ArtifactPath,
     Deterministic,
     Dispatcher,
+    DraftLength,
     DTypeOption,
     Dump,
     DumpWeights,
@@ -28,6 +29,7 @@ from octavo.compiler.cli_app import (
     Proofs,
     Ranks,
     ResumeFrom,
+    SpeculateOption,
     Stats,
     Trace,
     Verify,
@@ -37,6 +39,7 @@ from octavo.compiler.cli_app import (
 from octavo.compiler.cli_app import (
     app as app,
 )
+from octavo.compiler.errors import OptionError
 from octavo.compiler.options import parallel_of
 
 
@@ -171,6 +174,8 @@ def run(
     ] = None,
     regex: Annotated[str | None, typer.Option(help="The whole answer matches this expression.")] = None,
     dispatcher: Dispatcher = None,
+    speculate: SpeculateOption = None,
+    draft_length: DraftLength = None,
     stats: Stats = False,
     traceback: Trace = False,
 ) -> None:
@@ -184,7 +189,15 @@ def run(
 
     Example: octavo run smol.octavo "Name a color." --n 3 --temperature 1
 
+    Example: octavo run smol.octavo "Fix the typos: ..." --speculate suffix --stats
+
+    Example: octavo run smol.octavo "Tell me a story." --speculate draft=smol-eagle.octavo --stats
+
     Example: torchrun --nproc-per-node 4 -m octavo run mixtral.octavo --prompts-file prompts.txt
+
+    --speculate changes speed, never what answers are likely: ngram and suffix draft what followed the same tokens
+    before; draft= is a smaller model or a trained head, with a vocabulary of the same tokens; self= is the same model
+    compiled with fewer bits or layers. Greedy answers, and those with a --seed, are the same tokens with and without.
 
     An artifact that was compiled for several ranks runs on as many processes; torchrun starts them. Prompts are dealt
     to groups of ranks that serve requests of their own (dp), and rank 0 prints all answers. A rank that is killed or
@@ -196,7 +209,11 @@ def run(
     with exit_codes(traceback), starting():
         from octavo.compiler.commands.run import Choices, read_structured, run
         from octavo.runtime.sampling_params import SamplingParams
+        from octavo.runtime.speculative.options import speculate_of
     with exit_codes(traceback):
+        if draft_length is not None and speculate is None:
+            raise OptionError(f"draft-length: expected --speculate beside it, got {draft_length} alone")
+        drafting = None if speculate is None else speculate_of(speculate, draft_length)
         params = SamplingParams(
             max_tokens,
             temperature,
@@ -210,7 +227,7 @@ def run(
             repetition_penalty=repetition_penalty,
             structured=read_structured(json_schema, regex),
         )
-        run(Choices(artifact, prompt, prompts_file, chat, system, params, stats, dispatcher))
+        run(Choices(artifact, prompt, prompts_file, chat, system, params, stats, dispatcher, drafting))
 
 
 @app.command()

@@ -97,6 +97,18 @@ Stats = Annotated[
     bool,
     typer.Option("--stats", help="Show pages, requests and tokens/s meanwhile, and print them at the end."),
 ]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        metavar="HOW",
+        help="Draft tokens, verify several in a step: ngram, suffix, draft=ARTIFACT or self=ARTIFACT.",
+    ),
+]
+DraftLength = Annotated[
+    int | None,
+    typer.Option(help="Drafted tokens of a round. Default: as many as pay, by times and acceptance so far."),
+]
 Dump = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Write the graph after each pass that changed it, and weights."),

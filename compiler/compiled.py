@@ -21,6 +21,8 @@ from octavo.runtime.open_ranks import TIMEOUT_S, open_ranks
 from octavo.runtime.open_runner import is_for_gpu, open_runner
 from octavo.runtime.request import Completion, Token
 from octavo.runtime.sampling_params import SamplingParams
+from octavo.runtime.speculative.open_speculator import open_speculator
+from octavo.runtime.speculative.options import Speculate
 from octavo.runtime.tokenizer import FileTokenizer, load_tokenizer
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
@@ -75,16 +77,17 @@ class Compiled:
     def engine(
         self, *, num_pages: int | None = None, num_host_pages: int = 0, num_threads: int | None = None,
         max_requests: int = 64, max_batch_tokens: int | None = None, chunked_prefill: bool = True,
-        prefix_caching: bool = True, seed: int | None = None,
+        prefix_caching: bool = True, seed: int | None = None, speculate: Speculate | None = None,
     ) -> Engine:  # fmt: skip
-        """A serving engine of its own, with the page pool and the limits given."""
+        """A serving engine of its own, with the page pool and limits given; it drafts tokens as `speculate` says."""
+        runner = self.runner(
+            num_pages, num_threads, num_host_pages=num_host_pages, max_requests=max_requests,
+            max_batch_tokens=max_batch_tokens,
+        )  # fmt: skip
         return Engine(
-            self.runner(
-                num_pages, num_threads, num_host_pages=num_host_pages, max_requests=max_requests,
-                max_batch_tokens=max_batch_tokens,
-            ),
-            self.artifact.model, self.tokenizer, max_requests=max_requests, max_batch_tokens=max_batch_tokens,
+            runner, self.artifact.model, self.tokenizer, max_requests=max_requests, max_batch_tokens=max_batch_tokens,
             chunked_prefill=chunked_prefill, prefix_caching=prefix_caching, seed=seed,
+            speculator=None if speculate is None else open_speculator(speculate, self.artifact, runner, num_threads),
         )  # fmt: skip
 
     def distributed_engine(

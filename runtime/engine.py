@@ -20,6 +20,8 @@ from octavo.runtime.recovery import recover
 from octavo.runtime.request import Branch, Completion, Request, Status, Token, check_prompt
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.scheduler import Scheduler
+from octavo.runtime.speculative.open_speculator import open_speculator
+from octavo.runtime.speculative.options import Speculate
 from octavo.runtime.speculative.speculator import Speculator
 from octavo.runtime.stats import EngineStats, Snapshot, take_snapshot
 from octavo.runtime.stepper import Stepper
@@ -109,24 +111,27 @@ class Engine:
         prefix_caching: bool = True,
         seed: int | None = None,
         graphs: bool = True,
+        speculate: Speculate | None = None,
     ) -> "Engine":
         """An engine for an artifact, on this machine's processor or on its GPU as the artifact wants.
 
         num_pages    None: 8 sequences of full length on a processor, what free memory holds on a GPU
         num_host_pages  in this machine's memory, for preempted requests and cached pages that the pool needs
+        speculate    draft tokens and verify several in a step; None: a token a step
         num_threads  of a processor; graphs: steps of one token a request as CUDA graphs
         """
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        runner = open_runner(
+            opened,
+            num_pages,
+            num_threads,
+            max_requests=max_requests,
+            max_batch_tokens=max_batch_tokens,
+            graphs=graphs,
+            num_host_pages=num_host_pages,
+        )
         return cls(
-            open_runner(
-                opened,
-                num_pages,
-                num_threads,
-                max_requests=max_requests,
-                max_batch_tokens=max_batch_tokens,
-                graphs=graphs,
-                num_host_pages=num_host_pages,
-            ),
+            runner,
             opened.model,
             load_tokenizer(opened) if use_tokenizer else None,
             max_requests=max_requests,
@@ -134,6 +139,7 @@ class Engine:
             chunked_prefill=chunked_prefill,
             prefix_caching=prefix_caching,
             seed=seed,
+            speculator=None if speculate is None else open_speculator(speculate, opened, runner, num_threads),
         )
 
     @property

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from octavo.compiler.chat import encode_chat, load_chat_template
 from octavo.compiler.commands.live_stats import LiveStats
+from octavo.compiler.commands.show_speculation import speculation
 from octavo.compiler.compiled import Compiled, load
 from octavo.compiler.errors import OptionError, RequestError
 from octavo.compiler.progress import progress_bars
@@ -21,6 +22,7 @@ from octavo.runtime.distributed_engine import DistributedEngine
 from octavo.runtime.engine import Engine
 from octavo.runtime.request import Token
 from octavo.runtime.sampling_params import SamplingParams, Structured
+from octavo.runtime.speculative.options import Speculate
 
 Prompt = str | list[int]
 Message = dict[str, str]
@@ -31,6 +33,7 @@ class Choices:
     """What the user chose. prompt None: standard input, or a dialogue where that is a terminal.
 
     dispatcher  of an artifact for several ranks
+    speculate   draft tokens and verify several in a step
     began       seconds of the clock when the command did
     """
 
@@ -42,6 +45,7 @@ class Choices:
     params: SamplingParams
     stats: bool
     dispatcher: str | None = None
+    speculate: Speculate | None = None
     began: float = field(default_factory=time.perf_counter)
 
 
@@ -69,8 +73,12 @@ def run(choices: Choices) -> None:
             raise OptionError(
                 f"dispatcher: expected an artifact for several ranks, got {choices.artifact}; leave it out"
             )
-        answer(choices, Session(choices, compiled, compiled.engine()))
+        answer(choices, Session(choices, compiled, compiled.engine(speculate=choices.speculate)))
         return
+    if choices.speculate is not None:
+        raise OptionError(
+            f"speculate: expected an artifact for one rank, got {compiled.artifact.program.mesh}; leave it out"
+        )
     engine = compiled.distributed_engine(dispatcher=choices.dispatcher)
     with engine.explaining_termination():
         if engine.rank != 0:
@@ -101,7 +109,10 @@ def answer(choices: Choices, session: "Session") -> None:
     finally:
         if choices.stats:
             print(session.stats(), file=sys.stderr)
-            Console(stderr=True, highlight=False).print(session.live.summary(), soft_wrap=True)
+            console = Console(stderr=True, highlight=False)
+            console.print(session.live.summary(), soft_wrap=True)
+            if session.speculator is not None:
+                console.print(speculation(session.speculator, session.figures.seconds), soft_wrap=True)
 
 
 class Session:
@@ -119,6 +130,7 @@ class Session:
         own = engine if isinstance(engine, Engine) else engine.engine
         assert own is not None, "rank 0 leads"
         self.figures = own.stats
+        self.speculator = own.speculator
         self.live = LiveStats(own, choices.stats)
         self.shows_bars = False if choices.stats else None  # figures take their place
         self.load_s = time.perf_counter() - choices.began
