@@ -18,13 +18,13 @@ from octavo.codegen.emit import emit
 from octavo.codegen.evidence import evidence_row, launch_of
 from octavo.codegen.kernel import Kernel, KernelSpec
 from octavo.codegen.select import Selection, select
-from octavo.compiler.artifact import TYPES, Artifact
+from octavo.compiler.artifact import STEP_TIMES, TYPES, Artifact
 from octavo.compiler.dims import as_expression, dim_names, dtype_name, makes_logits
 from octavo.compiler.errors import ToolchainError
 from octavo.compiler.host import build_shared_library, host_features
 from octavo.compiler.legality import COLLECTIVES, op
 from octavo.compiler.program import Program
-from octavo.compiler.step_cost import LOSERS
+from octavo.compiler.step_cost import LOSERS, predicted_step_times
 from octavo.compiler.target import Target
 from octavo.compiler.type_rules import declared
 from octavo.compiler.weights import Weight
@@ -88,7 +88,14 @@ def build(
         _build_host(built, program, launches, progress)
     else:
         _add_kernels(built, kernels, [launch for spec in specs.values() for launch in spec.launches])
+        if program.mesh.world == 1:
+            records = {name: json.loads(built.files[f"kernels/{name}.json"]) for name in _names(program)}
+            built.files[STEP_TIMES] = _json(predicted_step_times(program, records, target))
     return built
+
+
+def _names(program: Program) -> set[str]:
+    return {step.kernel for step in program.steps}
 
 
 def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:

@@ -70,9 +70,14 @@ def kernels(
 
 
 def tune(artifact: ArtifactPath, as_json: Json = False, traceback: Trace = False) -> None:
-    """Measure forms of kernels on this GPU; keep the fastest.
+    """Measure on this machine: forms of kernels on a GPU, times of steps on a processor.
 
     Example: octavo tune smol-b200.octavo
+
+    Example: octavo tune smol-cpu.octavo && octavo run smol-cpu.octavo PROMPT --speculate suffix
+
+    On a processor, steps of 1 to 32 tokens are timed and the times written into ARTIFACT: speculation then knows from
+    its first step on how many drafted tokens pay. For a GPU a build predicts them.
 
     A build makes several forms of some kernels and chooses by a static model. On a machine with the GPU that ARTIFACT
     is for, each is timed at steps where it is launched, from a cold L2 cache. The artifact is written anew with the

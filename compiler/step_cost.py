@@ -1,12 +1,12 @@
 """What a whole step of a program takes by the cost model: every launch of every layer, added up."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octavo.compiler.artifact import Artifact
-from octavo.compiler.cost import Estimate, Figures, Point, estimate, figures_of
+from octavo.compiler.cost import Estimate, Figures, Point, estimate, figures_of, step_dims
 from octavo.compiler.errors import ArtifactError
 from octavo.compiler.expression import holds
 from octavo.compiler.program import Program, Step
@@ -14,6 +14,9 @@ from octavo.compiler.target import Target
 
 # The folder of forms of kernels that the cost model did not choose, for a device to judge.
 LOSERS = "kernels/losers"
+# Tokens of a step and of the context before it, at which step times are taken.
+PROFILED_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+PROFILED_CONTEXT = 256
 
 
 @dataclass
@@ -90,6 +93,23 @@ def step_time(
             known[key] = estimate(step_figures(step, records[step.kernel]), target, point.dims)
         result.kernels.setdefault(step.kernel, KernelTime(known[key])).add(known[key])
     return result
+
+
+def predicted_step_times(
+    program: Program, records: Mapping[str, Mapping[str, Any]], target: Target
+) -> dict[str, Any]:
+    """What the artifact's STEP_TIMES say where no device was there: one request with a step of so many tokens."""
+    seconds = []
+    for tokens in PROFILED_TOKENS:
+        dims = step_dims(tokens, 1, tokens, PROFILED_CONTEXT, -(-PROFILED_CONTEXT // program.page_size))
+        point = Point(f"{tokens} tokens at {PROFILED_CONTEXT}", dims)
+        seconds.append(step_time(program, records, target, point).predicted_s)
+    return step_times_table(seconds, f"cost model of {target.name}")
+
+
+def step_times_table(seconds: Sequence[float], source: str) -> dict[str, Any]:
+    """seconds: of steps of PROFILED_TOKENS. source: where they are from, for people."""
+    return {"tokens": list(PROFILED_TOKENS), "seconds": list(seconds), "source": source}
 
 
 def step_figures(step: Step, record: Mapping[str, Any]) -> Figures:

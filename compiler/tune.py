@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.codegen.evidence import row_of
-from octavo.compiler.artifact import PROGRAM, WEIGHTS, Artifact
+from octavo.compiler.artifact import Artifact
 from octavo.compiler.cost import Point, default_points, geometric_mean
 from octavo.compiler.errors import OptionError
 from octavo.compiler.expression import holds
 from octavo.compiler.program import Buffer, Step
 from octavo.compiler.progress import Report
+from octavo.compiler.rewrite_artifact import files_of, write_anew
 from octavo.compiler.step_cost import LOSERS, kernel_records, read_record
 from octavo.compiler.target import load_target
-from octavo.compiler.weights import Weight
 from octavo.runtime.cuda import Device, Driver
 from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 from octavo.runtime.cuda_memory import DeviceMemory
@@ -244,23 +244,14 @@ def with_winners(artifact: Artifact, tuned: Sequence[Tuned], driver: Driver) -> 
         else step
         for step in artifact.program.steps
     )
-    files = {name: artifact.read(name) for name in artifact.files if name not in (PROGRAM, WEIGHTS)}
+    files = files_of(artifact)
     for name, one in changed.items():
         _exchange(files, name, one, driver.device.name)
     report = json.loads(files[REPORT])
     report["kernels"] = [_row(row, winners) for row in report["kernels"]]
     report["tuning"] = facts_of(tuned, driver.device)
     files[REPORT] = _text(report)
-    manifest = {name: artifact.manifest[name] for name in ("octavo_version", "target", "options", "model")}
-    provenance = {**artifact.manifest["provenance"], "tuned_on": driver.device.name}
-    weights = {name: Weight(w.dtype, w.shape, w.array) for name, w in artifact.weights.items()}
-    Artifact.write(
-        artifact.path,
-        manifest={**manifest, "provenance": provenance},
-        program=replace(artifact.program, steps=steps),
-        weights=weights,
-        files=files,
-    )
+    write_anew(artifact, files, {"tuned_on": driver.device.name}, replace(artifact.program, steps=steps))
 
 
 def _grid(form: FormTimes) -> tuple[int | str, int | str, int | str]:

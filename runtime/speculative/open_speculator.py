@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.compiler.artifact import Artifact
+from octavo.compiler.artifact import STEP_TIMES, Artifact
 from octavo.compiler.errors import ArtifactError, OptionError
 from octavo.compiler.program import FEATURES, Buffer, Program
 from octavo.runtime.model_runner import ModelRunner, NativeRunner
@@ -20,7 +20,7 @@ from octavo.runtime.speculative.options import Speculate
 from octavo.runtime.speculative.policy import Adaptive, FixedLength, Policy
 from octavo.runtime.speculative.proposer import Proposer
 from octavo.runtime.speculative.speculator import Speculator
-from octavo.runtime.speculative.step_times import STEP_TIMES, read_step_times
+from octavo.runtime.speculative.step_times import read_step_times
 from octavo.runtime.speculative.suffix import Suffix
 
 TARGET_IDS = "draft/target_ids.json"

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.compiler.artifact import STEP_TIMES
 from octavo.compiler.errors import ArtifactError
-
-STEP_TIMES = "step_times.json"
 
 # Before anything is known: weights are read once for this many tokens, which takes as long as for one; behind that
 # arithmetic counts, and time grows with every token.

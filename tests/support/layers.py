@@ -132,6 +132,8 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.plan_plot": 2,
     "octavo.compiler.rank_plan": 8,
     "octavo.compiler.tune": 8,
+    "octavo.compiler.rewrite_artifact": 8,
+    "octavo.compiler.measure_steps": 8,
     "octavo.compiler.device_target": 8,
     "octavo.compiler.chat": 8,
     "octavo.compiler.reproducer": 6,
