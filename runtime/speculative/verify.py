@@ -116,9 +116,8 @@ def _try_children(
         token_id = draft.token_ids[child]
         drawn_from = _drawn_from(draft, child, before if draft.is_without_replacement else [], len(probs))
         share = 1.0 if drawn_from is None else float(drawn_from[token_id])
-        if noise.accept(depth, sibling) * share * mass < _at(
-            left, token_id
-        ):  # strictly: never one that p excludes
+        # Strictly below, so that a 0 accepts nothing that p excludes.
+        if noise.accept(depth, sibling) * share * mass < _at(left, token_id):
             return child, left
         less = _excess(left, mass, token_id, drawn_from)
         less_mass = _mass(less, child)

@@ -57,6 +57,9 @@ DRAFT_NOISE_ACCEPTS = fault("accepted by the draft's numbers", ("ACCEPT_STREAM, 
 ALL_OR_NOTHING = fault(
     "numbers collapse to 0 and 1", ("return (int(words[sibling]) >> 11) * 2.0**-53", _COLLAPSED)
 )
+BONUS_TOO_EARLY = fault(
+    "block: bonus of a row too early", ("draw(target(length - 1)", "draw(rows[length - 1]")
+)
 
 # Those that an enumeration sees: whatever the numbers are keyed by.
 FAULTS_OF_RULES = (
@@ -75,5 +78,5 @@ FAULTS_OF_RULES = (
     fault("block: weights start anew", ("min(weights[-1] * _at", "min(_at")),
     fault("block: accepted with what is left", ("* (mass + 1 - weight) < mass", "< mass")),
     fault("block: the shortest beginning", ("range(len(weights) - 1, -1, -1)", "range(len(weights))")),
-    fault("block: bonus of a row too early", ("draw(target(length - 1)", "draw(rows[length - 1]")),
+    BONUS_TOO_EARLY,
 )  # fmt: skip

@@ -84,8 +84,7 @@ def drawn(token_ids: list[int], *probs: list[float]) -> Draft:
 
 
 @pytest.mark.parametrize("name", VERIFIES)
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("num_zero", [0, 1])
+@pytest.mark.parametrize(("seed", "num_zero"), [(0, 0), (1, 1)])
 @pytest.mark.parametrize("shape", [chain_of(0), chain_of(1), chain_of(2), chain_of(2, 0), chain_of(3, 1)])
 def test_a_chain_is_exact(name: str, seed: int, num_zero: int, shape: Shape) -> None:
     assert off(shape, VERIFIES[name], World(3, seed, num_zero)) < EXACT
@@ -135,7 +134,7 @@ def test_a_sequence_of_rounds_is_exact(rule: str) -> None:
     assert total_variation(law, true_law(world, 3)) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_block_keeps_more_than_token_after_token(seed: int) -> None:
     world = World(3, seed)
     accepted = {
@@ -161,8 +160,9 @@ def worst(module: ModuleType) -> float:
 
 @pytest.mark.parametrize("fault", FAULTS_OF_RULES, ids=lambda fault: fault.name)
 def test_enumeration_sees_a_wrong_rule(fault: Fault) -> None:
+    module = fault.seeded()
     try:
-        distance = worst(fault.seeded())
+        distance = worst(module)
     except (ExecutionError, AssertionError):
         distance = 1.0
     assert distance > 1e-3
