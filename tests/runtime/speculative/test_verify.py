@@ -265,6 +265,32 @@ def test_a_sibling_without_replacement_that_repeats_is_an_error() -> None:
         verify_tokens(draft, rows([0, 1], [0, 1], [0, 1]), given_noise(LAST, LAST))
 
 
+def test_a_sibling_behind_all_that_could_be_drawn_is_an_error() -> None:
+    probs = np.array([1.0, 0.0])
+    draft = Draft((0, 1), (ROOT, ROOT), (probs, probs), True)
+    with pytest.raises(ExecutionError, match=r"without its siblings' tokens \[0\], got probability 0.0"):
+        verify_tokens(draft, rows([0, 1], [0, 1], [0, 1]), given_noise(LAST, LAST))
+
+
+def test_a_block_asks_for_nothing_behind_a_token_that_cannot_come() -> None:
+    """A grammar has no state there."""
+    target = Watched([np.array(row) for row in ([0.5, 0.5], [1.0, 0.0], [0.0, 0.0])])
+    half = [0.5, 0.5]
+    assert verify_block(drawn([0, 1, 0], half, half, half), target, given_noise(0.0, 0.0)) == Verdict((0,), 0)
+    assert target.asked == [ROOT, 0]
+
+
+def test_a_beginning_that_leaves_nothing_is_never_the_longest() -> None:
+    """Of two, the second is as the target: either both are kept, or none."""
+    draft, target = drawn([1, 0], [0.5, 0.5], [0.5, 0.5]), rows([0.75, 0.25], [0.5, 0.5], [1, 0])
+    assert verify_block(draft, target, given_noise(math.nextafter(0.5, 0), 0.0)) == Verdict((0, 1), 0)
+    assert verify_block(draft, target, given_noise(0.5, 0.0, LAST)) == Verdict((), 0)
+
+
+def test_of_children_that_are_alike_the_coupling_follows_the_first() -> None:
+    assert walk(Draft((1, 1), (ROOT, ROOT), (None, None)), lambda node: 1) == Verdict((0,), 1)
+
+
 def test_a_block_is_of_a_chain() -> None:
     with pytest.raises(AssertionError, match="expected a chain"):
         verify_block(Draft((0, 1), (ROOT, ROOT), (None, None)), rows([1, 0]), given_noise())
