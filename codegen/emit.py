@@ -145,8 +145,7 @@ class _Emitter:
         results = tuple(value) if isinstance(value, tuple | list) else (value,)
         number = output_number(node)
         if number is not None:
-            dtype, shape = result_dtype(node), self._shape(results[0])[1:]
-            self._add(node, Buffer(output_name(number), "output", dtype, shape))
+            self._add(node, self._output(number, result_dtype(node)))
             return
         places = node.meta.get("buffer")
         if places is None:
@@ -155,7 +154,7 @@ class _Emitter:
             )
         leaving = leaving_items(node)
         buffers = tuple(
-            Buffer(output_name(leaving[index]), "output", dtype_name(result), self._shape(result)[1:])
+            self._output(leaving[index], dtype_name(result))
             if index in leaving
             else Buffer(
                 place.name,
@@ -169,6 +168,11 @@ class _Emitter:
             )
         )
         self._add(node, *buffers)
+
+    def _output(self, number: int, dtype: str) -> Buffer:
+        """In the shape in which it leaves the graph, which may be a view of what a kernel makes."""
+        value = self.module.graph.output_node().args[0][number].meta["val"]  # type: ignore[index, union-attr]
+        return Buffer(output_name(number), "output", dtype, self._shape(value)[1:])  # type: ignore[arg-type]
 
     def _add_scratch(self, node: fx.Node, spec: KernelSpec) -> None:
         """Scratch lies after all planned values, so a launch's scratch meets nothing that lives."""

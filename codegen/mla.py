@@ -42,22 +42,26 @@ class Latents:
 
 @dataclass(frozen=True)
 class HeadProduct:
-    """One head_linear: (tokens, heads, k) by (heads, n, k)."""
+    """One head_linear: (rows, heads, k) by (heads, n, k). rows: how many, an expression in a step's sizes."""
 
     heads: int
     n: int
     k: int
     dtype: str
+    out_dtype: str
+    rows: str = "T"
 
     @property
     def label(self) -> str:
-        return f"{self.dtype}_h{self.heads}_n{self.n}_k{self.k}"
+        to = "" if self.out_dtype == self.dtype else f"_to_{self.out_dtype}"
+        return f"{self.dtype}_h{self.heads}_n{self.n}_k{self.k}{to}"
 
     @property
     def bytes(self) -> str:
         item = ITEM_BYTES[self.dtype]
-        return f"T * {self.heads * (self.n + self.k) * item} + {self.heads * self.n * self.k * item}"
+        row = self.heads * (self.n * ITEM_BYTES[self.out_dtype] + self.k * item)
+        return f"{self.rows} * {row} + {self.heads * self.n * self.k * item}"
 
     @property
     def flops(self) -> str:
-        return f"T * {2 * self.heads * self.n * self.k}"
+        return f"{self.rows} * {2 * self.heads * self.n * self.k}"

@@ -6,7 +6,7 @@ from torch import fx
 
 from octavo.codegen.kernel import Arg, KernelSpec, pointer
 from octavo.codegen.mla_nodes import read_head_product, read_latents
-from octavo.codegen.row import Row, static_size, tensor, token_count
+from octavo.codegen.row import Row, has_tree, static_size, tensor, tree_argument
 from octavo.codegen.rows_cpp import MAX_CHUNK, QUERY_ROWS, floats, scalar
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.legality import named_arguments
@@ -21,12 +21,13 @@ def head_linear(node: fx.Node, target: Target) -> KernelSpec:
         op="head_linear",
         template="cpp/head_linear.cpp.jinja",
         params=(
-            ("dtype", product.dtype), ("HEADS", product.heads), ("N", product.n), ("K", product.k),
+            ("dtype", product.dtype), ("out_dtype", product.out_dtype), ("HEADS", product.heads), ("N", product.n),
+            ("K", product.k),
             ("CHUNK", -(-product.k // (64 * chunks)) * 64),
         ),
         args=(
-            pointer("x", product.dtype), pointer("weight", product.dtype), pointer("out", product.dtype),
-            scalar("num_tokens", token_count(node)),
+            pointer("x", product.dtype), pointer("weight", product.dtype), pointer("out", product.out_dtype),
+            scalar("num_tokens", product.rows),
         ),
         bytes=product.bytes,
         flops=product.flops,
@@ -64,13 +65,13 @@ def paged_mla_attention(node: fx.Node, target: Target) -> KernelSpec:
             ("dtype", latents.dtype), ("cache_dtype", latents.cache_dtype), ("HEADS", latents.heads),
             ("GROUP", group), ("QUERY_TOKENS", QUERY_ROWS // group), ("RANK", latents.rank),
             ("ROPE_DIM", latents.rope_dim), ("PAGE_SIZE", latents.page_size), ("SCALE", latents.scale),
-            ("WINDOW", latents.window), ("SOFTCAP", latents.softcap),
+            ("WINDOW", latents.window), ("SOFTCAP", latents.softcap), ("tree", has_tree(node)),
         ),
         args=(
             pointer("q_latent", latents.dtype), pointer("q_rope", latents.dtype),
             pointer("cache", latents.cache_dtype),
             *(pointer(name, "i32") for name in ("page_table", "seq_lens", "cu_seqlens_q")),
-            *_multiplier(latents.cache_dtype), pointer("out", latents.dtype),
+            *_multiplier(latents.cache_dtype), *tree_argument(node), pointer("out", latents.dtype),
             *(scalar(name, name) for name in ("T", "R", "P", "num_pages")),
         ),
         bytes=latents.bytes,

@@ -265,7 +265,8 @@ CORNERS: tuple[Corner, ...] = (
     _corner("64 heads", replace(BF16, heads=64)),
     _corner("16 heads, pages of 16", replace(BF16, heads=16, page_size=16)),
     _corner("128 heads, pages of 32", replace(BF16, page_size=32)),
-    _product_corner("into the latent", HeadProduct(128, 512, 128, "bf16")),
-    _product_corner("out of the latent", HeadProduct(128, 128, 512, "bf16")),
-    _product_corner("fp32, odd", HeadProduct(5, 12, 36, "fp32")),
+    _product_corner("into the latent", HeadProduct(128, 512, 128, "bf16", "bf16")),
+    _product_corner("out of the latent", HeadProduct(128, 128, 512, "bf16", "bf16")),
+    _product_corner("odd, into fp32", HeadProduct(5, 12, 36, "bf16", "fp32", "L")),
+    _product_corner("fp32, odd", HeadProduct(5, 12, 36, "fp32", "fp32")),
 )

@@ -3,7 +3,7 @@
 from torch import fx
 
 from octavo.codegen.mla import HeadProduct, Latents
-from octavo.codegen.row import static_size, tensor
+from octavo.codegen.row import result_dtype, static_size, tensor, token_count
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.legality import named_arguments
 
@@ -25,4 +25,4 @@ def read_latents(node: fx.Node) -> Latents:
 
 def read_head_product(node: fx.Node) -> HeadProduct:
     heads, n, k = (static_size(node, "weight", axis) for axis in range(3))
-    return HeadProduct(heads, n, k, dtype_name(tensor(node, "x")))
+    return HeadProduct(heads, n, k, dtype_name(tensor(node, "x")), result_dtype(node), str(token_count(node)))

@@ -111,7 +111,7 @@ def head_linear_spec(product: HeadProduct) -> KernelSpec:
     few, many = head_tiles(product, 16, 64, block_k), head_tiles(product, 64, 64, block_k // 2)
     if product.dtype == "bf16" and product.k % 8 == 0:
         many = head_tiles(product, 128, 128, 64)
-    return in_order(replace(few, when="T <= 16"), replace(many, when="T > 16"))
+    return in_order(replace(few, when=f"{product.rows} <= 16"), replace(many, when=f"{product.rows} > 16"))
 
 
 def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -> KernelSpec:
@@ -124,9 +124,12 @@ def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -
             ("dtype", product.dtype), ("NUM_HEADS", product.heads), ("N", product.n), ("K", product.k),
             *numbers.items(),
         ),
-        args=(*(pointer(name, product.dtype) for name in ("x", "weight", "out")), number("num_tokens", "T")),
-        grid=(str(ceil_div(product.n, block_n)), f"(T + {block_m - 1}) // {block_m}", str(product.heads)),
-        iterations=f"(T + {block_m - 1}) // {block_m} * {turns}",
+        args=(
+            pointer("x", product.dtype), pointer("weight", product.dtype), pointer("out", product.out_dtype),
+            number("num_tokens", product.rows),
+        ),
+        grid=(str(ceil_div(product.n, block_n)), f"({product.rows} + {block_m - 1}) // {block_m}", str(product.heads)),
+        iterations=f"({product.rows} + {block_m - 1}) // {block_m} * {turns}",
         narrow_loads=product.k % 8 > 0,
         bytes=product.bytes,
         flops=product.flops,

@@ -195,10 +195,10 @@ class _Layer:
             self.linear(heads * width, part.q_rank),
             rope_spec("T", heads, part.rope_dim, part.rope_dim, "bf16", True),
             rope_spec("T", 1, part.rope_dim, part.rope_dim, "bf16", True),
-            head_linear_spec(HeadProduct(heads, part.rank, part.nope_dim, "bf16")),
+            head_linear_spec(HeadProduct(heads, part.rank, part.nope_dim, "bf16", "bf16")),
             latent_write_spec(part.rank, part.rope_dim, "bf16"),
             mla_spec(latents, self.target),
-            head_linear_spec(HeadProduct(heads, part.value_dim, part.rank, "bf16")),
+            head_linear_spec(HeadProduct(heads, part.value_dim, part.rank, "bf16", "bf16")),
             *self.quantized(heads * part.value_dim),
             self.linear(shape.hidden, heads * part.value_dim),
         ]

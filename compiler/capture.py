@@ -30,6 +30,7 @@ from octavo.compiler.model_call import (
     caller_of,
     example_features,
     library_of,
+    parts_as_ops,
     reads_features,
 )
 from octavo.compiler.origin import where
@@ -66,7 +67,8 @@ def capture(model: nn.Module, features: Sequence[int] | None = None) -> Captured
     with _evaluating(model):
         caller = caller_of(model, features)
         if library is None:
-            graph_module = _export_experts(model, caller)
+            with parts_as_ops(model):
+                graph_module = _export_experts(model, caller)
             return Captured(
                 graph_module, _info(model, _known(model), graph_module.meta["longest"]), "patterns"
             )

@@ -1,5 +1,6 @@
 """How a model is called: ids, positions and features in, logits and hidden states out, whatever its own names are."""
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,15 @@ def library_of(model: nn.Module) -> Any:
     from octavo.compiler import huggingface
 
     return huggingface if huggingface.is_model(model) else None
+
+
+def parts_as_ops(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """While active, experts of the library's own modules in another model (a draft head, say) call `octavo::moe`."""
+    if "transformers" not in sys.modules:
+        return contextlib.nullcontext()
+    from octavo.compiler import huggingface_experts
+
+    return huggingface_experts.experts_as_op(model)
 
 
 def caller_of(model: nn.Module, features: Sequence[int] | None) -> Caller:

@@ -6,14 +6,25 @@ holds the tokens of any number of sequences. The logits are wanted of some rows 
 the last matrix product. Not matched: attention that is not causal (Kwon et al. 2023).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
+from octavo.compiler.program import FEATURES
 from octavo.passes.lower_elementwise import BINARY, UNARY
 from octavo.passes.pattern import Match, Var, arguments, call
-from octavo.passes.rewrite import Builder, fake_mode, placeholder, replace, symbolic_tensor
+from octavo.passes.rewrite import (
+    Builder,
+    Site,
+    collect,
+    fake_mode,
+    placeholder,
+    replace,
+    symbolic_tensor,
+)
 from octavo.passes.rule import PassReport, Rule, apply_rule
 
 octavo = torch.ops.octavo
@@ -142,7 +153,27 @@ def _gather(graph_module: GraphModule, logit_rows: Node, report: PassReport) -> 
     with graph_module.graph.inserting_before(output):
         gathered = Builder(graph_module, logits).call(octavo.gather_logits.default, logits, logit_rows)
     output.args = ((gathered, *results[1:]),)
+    leaves, inner = collect([logits], [])
+    inputs = [leaf for leaf in leaves if leaf.op == "placeholder"]
+    if len(results) == 1 and [leaf.name for leaf in inputs] == [FEATURES]:
+        report.sites.append(_gather_first(graph_module, gathered, inputs[0], inner))
+        return
     apply_rule(SINK_GATHER, graph_module, _below_arithmetic(graph_module, gathered, report), report)
+
+
+def _gather_first(graph_module: GraphModule, gathered: Node, features: Node, inner: Sequence[Node]) -> Site:
+    """Rows of a head without attention stand for themselves: only the wanted ones are computed at all."""
+    logits, rows = arguments(gathered)
+
+    def build(b: Builder) -> list[Node]:
+        values = {features: b.call(octavo.gather_logits.default, features, rows)}
+        for node in inner:
+            assert callable(node.target)
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
+            values[node] = b.call(node.target, *args, **kwargs)
+        return [values[logits]]
+
+    return replace(graph_module, [gathered], build, [features, rows])
 
 
 def _below_arithmetic(graph_module: GraphModule, gathered: Node, report: PassReport) -> Node:

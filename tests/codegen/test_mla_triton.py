@@ -52,8 +52,8 @@ def test_every_size_has_a_form_that_builds(sizes: tuple[int, int, int], dtype: s
 @pytest.mark.usefixtures("empty_cache")
 def test_products_and_writes_build_without_spills() -> None:
     specs = [
-        *head_linear_spec(HeadProduct(128, 512, 128, "bf16")).launches,
-        *head_linear_spec(HeadProduct(4, 12, 32, "fp32")).launches,
+        *head_linear_spec(HeadProduct(128, 512, 128, "bf16", "bf16")).launches,
+        *head_linear_spec(HeadProduct(4, 12, 32, "fp32", "fp32")).launches,
         latent_write_spec(512, 64, "bf16"),
     ]
     for kernel in build_kernels(specs, B200):

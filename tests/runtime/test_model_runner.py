@@ -23,7 +23,7 @@ BUFFERS = (
     Buffer("scale", "weight", "fp32", (VOCAB_SIZE,)),
     Buffer("k_cache_0", "cache", "fp32", ("num_pages", 1, PAGE_SIZE, 1)),
     Buffer("hidden", "workspace", "fp32", ("T",), 0),
-    Buffer("logits", "output", "fp32", (1, "L", VOCAB_SIZE)),
+    Buffer("logits", "output", "fp32", ("L", VOCAB_SIZE)),
 )
 NO_FILES: dict[str, bytes] = {}
 PROGRAM = Program(BUFFERS, (), "T * 4 + 64", PAGE_SIZE)
@@ -45,11 +45,11 @@ extern "C" int octavo_step(const int64_t* dims, void* const* buffers, int32_t nu
   const auto* seq_lens = static_cast<const int32_t*>(buffers[4]);
   const auto* cu_seqlens_q = static_cast<const int32_t*>(buffers[5]);
   const auto* logit_rows = static_cast<const int64_t*>(buffers[6]);
-  const auto* scale = static_cast<const float*>(buffers[8]);
-  auto* cache = static_cast<float*>(buffers[9]);
-  auto* logits = static_cast<float*>(buffers[10]);
-  auto* workspace = static_cast<float*>(buffers[11]);
-  for (const void* pointer : {buffers[9], buffers[10], buffers[11], buffers[8]})
+  const auto* scale = static_cast<const float*>(buffers[9]);
+  auto* cache = static_cast<float*>(buffers[10]);
+  auto* logits = static_cast<float*>(buffers[11]);
+  auto* workspace = static_cast<float*>(buffers[12]);
+  for (const void* pointer : {buffers[10], buffers[11], buffers[12], buffers[9]})
     if (reinterpret_cast<uintptr_t>(pointer) % 64 != 0) return 2;
   if (num_threads < 1) return 3;
   for (int64_t t = 0; t < T; ++t) {
@@ -238,9 +238,13 @@ def test_workspace_and_logits_grow_with_the_step(save: Save) -> None:
     runner = engine.runner
     assert isinstance(runner, NativeRunner)
     engine.generate([[1]], SamplingParams(max_tokens=1))
-    small = (runner._workspace.nbytes, runner._logits.nbytes)
+    small = (runner._workspace.nbytes, runner._outputs["logits"].nbytes)
     engine.generate([[1]] * 8, SamplingParams(max_tokens=2))
-    assert (runner._workspace.nbytes, runner._logits.nbytes) == (8 * 4 + 64, 8 * VOCAB_SIZE * 4) > small
+    assert (
+        (runner._workspace.nbytes, runner._outputs["logits"].nbytes)
+        == (8 * 4 + 64, 8 * VOCAB_SIZE * 4)
+        > small
+    )
     assert list(engine.generate([[1, 2]], SamplingParams(max_tokens=3))[0].token_ids) == expected([1, 2], 3)
 
 

@@ -98,7 +98,7 @@ def test_prefill(launch: Launch, assert_rounds_to: Check, variant: str) -> None:
 def test_a_product_for_each_head(launch: Launch, assert_rounds_to: Check, dtype: str, tokens: int) -> None:
     x, weight = torch.randn(1, tokens, 3, 72).to(DTYPES[dtype]), torch.randn(3, 100, 72).to(DTYPES[dtype])
     out = torch.full((tokens, 3, 100), float("nan"), dtype=DTYPES[dtype])
-    spec = head_linear_spec(HeadProduct(3, 100, 72, dtype))
+    spec = head_linear_spec(HeadProduct(3, 100, 72, dtype, dtype))
     ran = launch(spec, {"x": x[0], "weight": weight, "out": out}, {"T": tokens})
     assert ran == ["triton/head_linear.py.jinja"]
     assert_rounds_to(out, head_linear(x.double(), weight.double())[0], sums=0.1)
