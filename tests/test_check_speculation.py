@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from speculation_rounds import kept_bits
+
+from octavo.runtime.sampler import RandomKey, random_bits
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seen among few draws.
@@ -44,6 +47,12 @@ def test_a_law_of_sequences_is_a_product(checker: Any) -> None:
     assert case.laws()[one * 9 + two * 3 + three] == pytest.approx(
         p(())[one] * p((one,))[two] * p((one, two))[three]
     )
+
+
+def test_numbers_that_come_sooner_are_the_same() -> None:
+    for key in (RandomKey(0, 0), RandomKey(2**64 - 1, 3)):
+        for place in ((5, 1, 0, 1), (5, 2, 3, 9), (0, 3, 0, 1), (5, 1, 0, 1)):
+            assert (kept_bits(key, *place) == random_bits(key, *place)).all()
 
 
 def test_cases_pass(checker: Any) -> None:
