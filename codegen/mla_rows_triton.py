@@ -7,7 +7,7 @@ from octavo.codegen.kv_quantize_triton import latent_write_quantize_spec
 from octavo.codegen.mla_fp8_triton import fp8_refusal, mla_fp8_spec
 from octavo.codegen.mla_nodes import read_head_product, read_latents
 from octavo.codegen.mla_triton import MAX_RANK, head_linear_spec, latent_write_spec, mla_spec
-from octavo.codegen.row import Row, always, static_size, tensor
+from octavo.codegen.row import Row, always, has_tree, static_size, tensor
 from octavo.compiler.dims import dtype_name
 from octavo.compiler.target import Target
 
@@ -28,6 +28,8 @@ def _has_fp8_pages(node: fx.Node) -> bool:
 
 
 def latent_refusal(node: fx.Node, target: Target) -> str | None:
+    if has_tree(node):
+        return "trees of drafts are served over keys and values, not over latents; compile without trees"
     if _has_fp8_pages(node):
         return fp8_refusal(read_latents(node), target)
     rank = static_size(node, "q_latent", 3)

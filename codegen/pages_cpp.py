@@ -7,7 +7,7 @@ from torch import fx
 from octavo.codegen.kernel import Arg, KernelSpec, Param, pointer
 from octavo.codegen.page_nodes import page_format, row_width
 from octavo.codegen.quantized_cpp import QUANTIZE_OPERATIONS
-from octavo.codegen.row import Row, dtype_of, static_size, tensor
+from octavo.codegen.row import Row, dtype_of, has_tree, static_size, tensor, tree_argument
 from octavo.codegen.rows_cpp import QUERY_ROWS, floats, scalar
 from octavo.compiler.legality import named_arguments
 from octavo.compiler.nvfp4 import BLOCK_ELEMENTS
@@ -64,12 +64,14 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
     values: dict[str, Param] = dict(dtype=dtype, sinks=given["sinks"] is not None, **cache)
     values["read_dtype"] = "fp32" if cache["pages"] else cache["cache_dtype"]
     values["slopes"] = given["slopes"] is not None
+    values["tree"] = has_tree(node)
     for name, key in (("sinks", "sink_dtype"), ("slopes", "slope_dtype")):
         if given[name] is not None:
             args.append(pointer(name, dtype_of(node, name)))
             values[key] = dtype_of(node, name)
     args += [
         *_scales(node),
+        *tree_argument(node),
         pointer("out", dtype),
         *(scalar(name, name) for name in ("T", "R", "P", "num_pages")),
     ]

@@ -2,11 +2,11 @@
 
 from torch import fx
 
-from octavo.codegen.attention_triton import Attention, attention_spec
+from octavo.codegen.attention_triton import MAX_TREE, Attention, attention_spec
 from octavo.codegen.kernel import KernelSpec
 from octavo.codegen.kv_quantize_triton import kv_write_quantize_spec, rope_kv_write_quantize_spec
 from octavo.codegen.page_nodes import page_format, row_width
-from octavo.codegen.row import Row, dtype_of, static_size, token_count
+from octavo.codegen.row import Row, dtype_of, has_tree, static_size, token_count
 from octavo.codegen.specs_triton import Heads, kv_write_spec, rope_kv_write_spec
 from octavo.compiler.legality import named_arguments
 from octavo.compiler.target import Target
@@ -43,6 +43,7 @@ def paged_attention(node: fx.Node, target: Target) -> KernelSpec:
         sinks=given["sinks"] is not None,
         slopes=given["slopes"] is not None,
         pages=page_format(node),
+        tree=has_tree(node),
     )
     return attention_spec(attention, target)
 
@@ -61,9 +62,11 @@ def lacks_e4m3(node: fx.Node, target: Target) -> str | None:
 
 
 def attention_refusal(node: fx.Node, target: Target) -> str | None:
-    group = static_size(node, "q", 2) // static_size(node, "k_cache", 1)
+    group, given = static_size(node, "q", 2) // static_size(node, "k_cache", 1), named_arguments(node)
     if group > MAX_GROUP:
         return f"at most {MAX_GROUP} query heads may share a kv head, got {group}"
+    if has_tree(node) and (given["slopes"] is not None or 0 < given["window"] < MAX_TREE):
+        return f"trees of drafts need a window of {MAX_TREE} tokens at least and no slopes, got {given['window']}"
     if page_format(node) and dtype_of(node, "q") == "fp32":
         return "queries of fp32 would be multiplied in fp16 with quantised pages; compile with dtype='bf16'"
     return lacks_e4m3(node, target)

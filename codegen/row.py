@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from octavo.codegen.kernel import KernelSpec
+from octavo.codegen.kernel import Arg, KernelSpec, pointer
 from octavo.compiler.dims import dim_names, dtype_name, makes_logits, to_dim
 from octavo.compiler.errors import CodegenError
 from octavo.compiler.legality import named_arguments
@@ -92,3 +92,12 @@ def row_count(node: fx.Node) -> Dim:
 def token_count(node: fx.Node) -> Dim:
     """Axis 1 of the (first) result: "T", or "L" once gather_logits picked rows."""
     return to_dim(first_result(node).shape[1], dim_names(node.graph))
+
+
+def has_tree(node: fx.Node) -> bool:
+    """Whether an attention reads masks of trees of drafts."""
+    return named_arguments(node)["tree"] is not None
+
+
+def tree_argument(node: fx.Node) -> tuple[Arg, ...]:
+    return (pointer("tree", "i64"),) if has_tree(node) else ()

@@ -78,7 +78,7 @@ def compile(
     dump_weights: bool = True, progress: bool | None = None, pipeline: Sequence[Step] = PIPELINE,
     quantize: Mode | QuantConfig | Checkpoint | None = None, calibration: Calibration | None = None,
     deterministic: bool = False, parallel: Parallel = ONE_RANK, carve: CarveConfig | None = None,
-    features: Sequence[int] | None = None,
+    features: Sequence[int] | None = None, trees: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compile a causal language model for a target and return the artifact, opened.
 
@@ -115,6 +115,7 @@ def compile(
         parallel=parallel,
         carve=carve,
         features=None if features is None else tuple(features),
+        trees=trees,
     )
     check_options(options)
     if checkpoint is not None and carve is not None:
@@ -192,7 +193,7 @@ def finish(
     whole = _spread(job, lowered, bars, dumps)
     try:
         given = lowered.graph_module, job.target, job.settings.page_size
-        built = build(*given, bars("kernels"), job.options.deterministic)
+        built = build(*given, bars("kernels"), job.options.deterministic, job.options.trees)
     except OctavoError as error:
         dumps.fail("kernels", error)
         raise
@@ -314,6 +315,11 @@ def check_options(options: CompileOptions) -> None:
         raise OptionError(f"dtype: expected fp32 or bf16, got {options.dtype!r}")
     if options.carve is not None:
         check_carve(options.carve)
+    if options.trees and (options.parallel.world > 1 or (options.deterministic and options.target != "cpu")):
+        raise OptionError(
+            "trees: expected one rank, and on a GPU not deterministic, as a token of a tree meets its keys in another "
+            f"order there than alone; got {options.parallel.world} ranks, deterministic={options.deterministic}"
+        )
 
 
 def check_formats(checkpoint: Checkpoint, target: Target) -> None:

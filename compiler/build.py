@@ -29,6 +29,7 @@ from octavo.compiler.target import Target
 from octavo.compiler.type_rules import declared
 from octavo.compiler.weights import Weight
 from octavo.passes.group_pages import group_pages
+from octavo.passes.mask_trees import mask_trees
 from octavo.passes.plan_memory import plan_memory
 from octavo.passes.rewrite import held
 from octavo.passes.rule import PassReport, run_pass
@@ -62,12 +63,16 @@ def build(
     page_size: int,
     progress: Progress | None = None,
     deterministic: bool = False,
+    trees: bool = False,
 ) -> Built:
     """Group a lowered graph's pages, in place, and choose and build its kernels.
 
     deterministic  kernels with one order of sums for any number of rows
+    trees          steps may hold trees of drafts
     Raises CodegenError for an op without a kernel.
     """
+    if trees:
+        run_pass(mask_trees, graph_module)
     grouped = run_pass(group_pages, graph_module)
     selections = select_all(graph_module, target)
     plan = PassReport("plan_memory", nodes_before=len(selections), nodes_after=len(selections))

@@ -32,6 +32,7 @@ from octavo.compiler.cli_app import (
     SpeculateOption,
     Stats,
     Trace,
+    Trees,
     Verify,
     exit_codes,
     starting,
@@ -80,6 +81,7 @@ def compile(
     include: cli_precision.Include = None,
     carve: cli_precision.Carve = None,
     parallel: Ranks = None,
+    trees: Trees = None,
     verify: Verify = Proofs.full,
     deterministic: Deterministic = None,
     dump: Dump = None,
@@ -133,6 +135,7 @@ def compile(
                 deterministic=deterministic,
                 carve=carve,
                 parallel=None if parallel is None else parallel_of(parallel),
+                trees=trees,
             )
         )
 

@@ -105,6 +105,12 @@ SpeculateOption = Annotated[
         help="Draft tokens, verify several in a step: ngram, suffix, draft=ARTIFACT or self=ARTIFACT.",
     ),
 ]
+Trees = Annotated[
+    bool | None,
+    typer.Option(
+        "--trees", help="Steps may hold trees of drafts, which `run --speculate suffix` then makes."
+    ),
+]
 DraftLength = Annotated[
     int | None,
     typer.Option(help="Drafted tokens of a round. Default: as many as pay, by times and acceptance so far."),

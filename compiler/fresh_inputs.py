@@ -63,6 +63,7 @@ def step_inputs(
         "seq_lens": torch.tensor([c.start + c.length for c in chunks]).int(),
         "cu_seqlens_q": torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(),
         "logit_rows": ends - 1,
+        "tree": torch.zeros(int(ends[-1]), dtype=torch.int64),
     }
     return StepInputs(tensors, int(order.numel()) + 1)
 

@@ -48,7 +48,7 @@ def _batch(runner: NativeRunner, artifact: Artifact, tokens: int, context: int, 
     features = None
     if read := [b for b in artifact.program.of_kind("input") if b.name == FEATURES]:
         features = np.zeros((count, int(read[0].shape[1])), HOLDERS[read[0].dtype])
-    return Batch(**arrays, windowed=windowed, tree=np.zeros(count, np.int64), features=features)
+    return Batch(**arrays, windowed=windowed, features=features)
 
 
 def add_step_times(artifact: Artifact, table: dict[str, Any]) -> None:

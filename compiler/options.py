@@ -149,6 +149,7 @@ class CompileOptions:
     deterministic   a token's logits depend on no other request, bit for bit; on GPUs steps of few rows get slower
     parallel        how the program is spread over ranks
     carve           how FFNs are cut into experts, or None
+    trees           steps may hold trees of drafts: several continuations of a request, verified at once
     features        hidden states that are outputs too, for draft heads, in this order: 0 the embeddings, i what layer i
                     makes, -1 what the last product reads; None: none
     """
@@ -165,4 +166,5 @@ class CompileOptions:
     deterministic: bool = False
     parallel: Parallel = ONE_RANK
     carve: CarveConfig | None = None
+    trees: bool = False
     features: tuple[int, ...] | None = None

@@ -17,6 +17,9 @@ ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "u8": 1, "i32": 4, "i64
 # num_pages is chosen when the pool is made; N tokens of all ranks that share experts by all-to-all.
 DIMS = ("T", "R", "L", "P", "num_pages", "N")
 
+# Of each token of a step, which of its request's tokens in it are seen.
+TREE = "tree"
+
 # What the runtime fills in for every step: dtype and shape.
 STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "input_ids": ("i64", ("T",)),
@@ -27,7 +30,7 @@ STEP_INPUTS: dict[str, tuple[str, tuple[Dim, ...]]] = {
     "cu_seqlens_q": ("i32", ("R + 1",)),
     "logit_rows": ("i64", ("L",)),
     "row_ranks": ("i64", ("N",)),
-    "tree": ("i64", ("T",)),
+    TREE: ("i64", ("T",)),
 }
 # What a draft head reads of its target for every token, (T, F): dtype and F are the program's own. What it, or a
 # target, makes of them are the outputs behind the logits: features_0, features_1, ...

@@ -231,6 +231,7 @@ def step_inputs(dims: Mapping[str, int], page_size: int) -> dict[str, NDArray[An
         "seq_lens": np.full(requests, context, np.int32),
         "cu_seqlens_q": np.arange(requests + 1, dtype=np.int32) * new,
         "logit_rows": np.arange(dims["L"], dtype=np.int64),
+        "tree": np.zeros(tokens, np.int64),
     }
 
 

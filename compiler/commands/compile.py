@@ -45,6 +45,7 @@ class Choices:
     deterministic: bool | None = None
     carve: CarveConfig | None = None
     parallel: Parallel | None = None
+    trees: bool | None = None
 
 
 def run(choices: Choices) -> None:
@@ -81,6 +82,7 @@ def _compile(choices: Choices, model: str) -> Path:
         deterministic=bool(choices.deterministic),
         carve=choices.carve,
         parallel=choices.parallel or ONE_RANK,
+        trees=bool(choices.trees),
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output

@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.compiler.ops.attention import attention, may_attend, scores_to_output
 from octavo.compiler.ops.linear import linear
 from octavo.compiler.ops.op import Op, accumulator
-from octavo.compiler.ops.paging import page_values, scaled_rows
+from octavo.compiler.ops.paging import page_values, places_in_step, scaled_rows
 
 
 def mla_attention(
@@ -60,9 +60,9 @@ def latent_write(
 
 def paged_mla_attention(
     q_latent: Tensor, q_rope: Tensor, cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
-    scale: float, window: int = 0, softcap: float = 0.0, multiplier: Tensor | None = None,
+    scale: float, window: int = 0, softcap: float = 0.0, multiplier: Tensor | None = None, tree: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q_latent (1, T, H, R); q_rope (1, T, H, Dr); returns (1, T, H, R). Causal; the step as in paging.py."""
+    """q_latent (1, T, H, R); q_rope (1, T, H, Dr); returns (1, T, H, R). Causal; the step and tree as in paging.py."""
     wide, rank = accumulator(q_latent), q_latent.shape[3]
     queries = torch.cat((q_latent, q_rope), dim=-1)[0].to(wide)
     out = torch.zeros_like(q_latent, memory_format=torch.contiguous_format)
@@ -71,8 +71,8 @@ def paged_mla_attention(
         if start == end:
             continue
         key = page_values(cache, None, multiplier, page_table[request], length).to(wide)
-        positions = torch.arange(length, device=cache.device)
-        allowed = may_attend(positions[length - (end - start) :], positions, True, window)
+        own, positions, seen = places_in_step(length, end - start, None if tree is None else tree[start:end])
+        allowed = may_attend(own, positions, True, window) & seen
         query = queries[start:end].transpose(0, 1)
         result = scores_to_output(query, key, key[..., :rank], allowed, scale, softcap, None)
         out[0, start:end] = result.transpose(0, 1).to(out.dtype)
@@ -110,7 +110,8 @@ LATENT_WRITE = Op(
 )
 PAGED_MLA_ATTENTION = Op(
     "paged_mla_attention(Tensor q_latent, Tensor q_rope, Tensor cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor cu_seqlens_q, float scale, int window=0, float softcap=0.0, Tensor? multiplier=None) -> Tensor",
+    "Tensor cu_seqlens_q, float scale, int window=0, float softcap=0.0, Tensor? multiplier=None, "
+    "Tensor? tree=None) -> Tensor",
     paged_mla_attention,
     lambda q_latent, *rest, **options: torch.empty_like(q_latent, memory_format=torch.contiguous_format),
     "latent attention of each request's new tokens over its pages",

@@ -42,9 +42,12 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     sinks: Tensor | None, scale: float, window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None, multipliers: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q (1, T, heads, D); page_table (R, P) i32; seq_lens (R,) i32; cu_seqlens_q (R + 1,) i32. Causal.
 
+    tree (T,) i64: bit j is set if the token sees token j of its request in this step, itself among them, and it is as
+    far in its sequence as it sees tokens; 0, or None: it sees all before it.
     Returns (1, T, heads, Dv). Rows of a page past a request's length are never read.
     """
     groups = q.shape[2] // k_cache.shape[1]
@@ -63,13 +66,25 @@ def paged_attention(
                 (v_cache, v_scales, None if multipliers is None else multipliers[1]),
             )
         )
-        positions = torch.arange(length, device=q.device)
-        own = positions[length - (end - start) :]
-        allowed, bias = may_attend(own, positions, True, window), distance_bias(slopes, own, positions)
+        masks = None if tree is None else tree[start:end]
+        own, positions, seen = places_in_step(length, end - start, masks)
+        allowed, bias = may_attend(own, positions, True, window) & seen, distance_bias(slopes, own, positions)
         query = q[0, start:end].to(wide).transpose(0, 1)
         result = scores_to_output(query, key, value, allowed, scale, softcap, sinks, bias)
         out[0, start:end] = result.transpose(0, 1).to(q.dtype)
     return out
+
+
+def places_in_step(length: int, count: int, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a request's `count` new tokens their positions (count,), those of all its `length` tokens, and what each new
+    one may see of these by its mask (count, length)."""
+    positions, before = torch.arange(length), length - count
+    seen = torch.ones((count, length), dtype=torch.bool)
+    if masks is None or not bool(masks.any()):
+        return positions[before:], positions, seen
+    seen[:, before:] = (masks[:, None] >> torch.arange(count)) & 1 == 1
+    positions[before:] = before + seen[:, before:].sum(1) - 1
+    return positions[before:].clone(), positions, seen
 
 
 def page_width(cache: Tensor, scales: Tensor | None) -> int:
@@ -130,6 +145,7 @@ def _paged_attention_fake(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
     sinks: Tensor | None, scale: float, window: int = 0, softcap: float = 0.0, slopes: Tensor | None = None,
     k_scales: Tensor | None = None, v_scales: Tensor | None = None, multipliers: Tensor | None = None,
+    tree: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty((*q.shape[:3], page_width(v_cache, v_scales)))
 
@@ -152,7 +168,7 @@ KV_WRITE = Op(
 PAGED_ATTENTION = Op(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor cu_seqlens_q, Tensor? sinks, float scale, int window=0, float softcap=0.0, Tensor? slopes=None, "
-    "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? multipliers=None) -> Tensor",
+    "Tensor? k_scales=None, Tensor? v_scales=None, Tensor? multipliers=None, Tensor? tree=None) -> Tensor",
     paged_attention,
     _paged_attention_fake,
     "attention of each request's new tokens over its pages",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from octavo.compiler.artifact import STEP_TIMES, Artifact
 from octavo.compiler.errors import ArtifactError, OptionError
-from octavo.compiler.program import FEATURES, Buffer, Program
+from octavo.compiler.program import FEATURES, TREE, Buffer, Program
 from octavo.runtime.model_runner import ModelRunner, NativeRunner
 from octavo.runtime.open_runner import is_for_gpu, open_runner
 from octavo.runtime.speculative.forced import Forced
@@ -47,7 +47,7 @@ def _proposer(options: Speculate, target: Artifact, runner: ModelRunner, num_thr
     if options.method == "ngram":
         return NGram()
     if options.method == "suffix":
-        return Suffix()
+        return Suffix(is_tree=any(buffer.name == TREE for buffer in target.program.of_kind("input")))
     assert options.artifact is not None
     draft = Artifact.open(options.artifact)
     facts = draft.manifest["provenance"].get("draft", {})
