@@ -26,20 +26,22 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Shards(Mapping[str, Tensor]):
-    """The tensors of a directory by name. Each is a mapping of its own part of a file, gone with its last view.
+    """The tensors of a directory (or of one file in it) by name. Each is a mapping of its own part, gone with its last
+    view.
 
     Raises CheckpointError for files that are missing, unsound, or hold other names than the index says.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, only: str | None = None) -> None:
         self.directory = directory
         self.spans: dict[str, tuple[Path, Span]] = {}
-        for file in _files(directory):
+        for file in _files(directory) if only is None else [directory / only]:
             for name, span in _spans(file).items():
                 if name in self.spans:
                     raise CheckpointError(f"{file}: {name} is in {self.spans[name][0].name} too")
                 self.spans[name] = (file, span)
-        _check_index(directory, self.spans)
+        if only is None:
+            _check_index(directory, self.spans)
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor that may be written to; the file stays as it is."""

@@ -48,7 +48,7 @@ class EagleHead(DraftHead):
     def for_target(
         cls, model: nn.Module, draft_ids: Tensor | None = None, num_layers: int = 1, bias: bool = True
     ) -> "EagleHead":
-        """Fresh layers beside a target's table and last product. draft_ids: of its vocabulary, ascending."""
+        """Fresh layers beside a target's table and last product. draft_ids: of its vocabulary."""
         table, last = embedding_of(model), logits_of(model)
         ids = check_ids(draft_ids, last.out_features)
         head = cls(layer_config(model, num_layers), table, chosen_rows(last, ids), ids, bias)

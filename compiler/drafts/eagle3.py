@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025): one layer that reads a token beside a mixture of the target's early, middle and late states."""
+"""EAGLE-3 (Li et al. 2025): a layer that reads a token beside a mix of the target's early, middle and late states."""
 
 from collections.abc import Sequence
 from typing import Any

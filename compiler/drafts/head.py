@@ -24,7 +24,7 @@ class DraftHead(nn.Module):
     target_features  the hidden states that it reads: octavo.compile(target, features=target_features)
     features_width   F
     max_model_len    positions that it knows
-    target_ids       (V_d,) i64 ascending, the target's id of each of its tokens; None: it has the target's vocabulary
+    target_ids       (V_d,) i64, the target's id of each of its tokens; None: it has the target's vocabulary
     """
 
     draft_kind: ClassVar[str] = ""
@@ -64,12 +64,14 @@ def target_ids_file(model: nn.Module) -> dict[str, bytes]:
 
 def embedding_of(target: nn.Module) -> nn.Embedding:
     """The target's table of tokens. Raises OptionError for a model that has no such module."""
-    return _part(target, "get_input_embeddings", nn.Embedding)
+    found: nn.Embedding = _part(target, "get_input_embeddings", nn.Embedding)
+    return found
 
 
 def logits_of(target: nn.Module) -> nn.Linear:
     """The target's last product, which makes its logits. Raises OptionError for a model that has no such module."""
-    return _part(target, "get_output_embeddings", nn.Linear)
+    found: nn.Linear = _part(target, "get_output_embeddings", nn.Linear)
+    return found
 
 
 def _part(target: nn.Module, getter: str, kind: type[Any]) -> Any:
@@ -97,14 +99,14 @@ def chosen_rows(linear: nn.Linear, ids: Tensor | None) -> nn.Linear:
 
 
 def check_ids(ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Target ids as heads keep them. Raises OptionError for ids that are not ascending or not in the vocabulary."""
+    """Target ids as heads keep them. Raises OptionError for ids that are there twice or not in the vocabulary."""
     if ids is None:
         return None
     ids = ids.detach().long().cpu()
-    is_ascending = ids.dim() == 1 and len(ids) > 0 and bool((ids[1:] > ids[:-1]).all())
-    if not is_ascending or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+    is_sound = ids.dim() == 1 and len(ids) > 0 and len(ids.unique()) == len(ids)
+    if not is_sound or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise OptionError(
-            f"draft head: expected ascending ids below {vocab_size} as its vocabulary, got {tuple(ids.shape)}: "
+            f"draft head: expected different ids below {vocab_size} as its vocabulary, got {tuple(ids.shape)}: "
             f"{ids.flatten()[:4].tolist()} ..."
         )
     return ids

@@ -25,16 +25,18 @@ class MedusaHeads(DraftHead):
         self, num_heads: int, num_layers: int, width: int, vocab_size: int, max_model_len: int,
         target_ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """vocab_size: V_d."""
+        """vocab_size: the target's."""
         if min(num_heads, num_layers) < 1:
             raise OptionError(
                 f"medusa: expected 1 head and 1 block or more, got {num_heads} and {num_layers}"
             )
         super().__init__((LAST,), width, max_model_len, target_ids)
         self.num_heads = num_heads
+        self.target_vocab_size = vocab_size
+        own_size = vocab_size if target_ids is None else len(target_ids)
         self.blocks = nn.ParameterList(torch.zeros(num_heads, width, width) for _ in range(num_layers))
         self.biases = nn.ParameterList(torch.zeros(num_heads, width) for _ in range(num_layers))
-        self.vocab = nn.Parameter(torch.zeros(num_heads, vocab_size, width))
+        self.vocab = nn.Parameter(torch.zeros(num_heads, own_size, width))
 
     @classmethod
     def for_target(
@@ -45,7 +47,7 @@ class MedusaHeads(DraftHead):
         ids = check_ids(draft_ids, last.out_features)
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", 2048)
         rows = last.weight if ids is None else last.weight[ids]
-        heads = cls(num_heads, num_layers, last.in_features, len(rows), longest, ids)
+        heads = cls(num_heads, num_layers, last.in_features, last.out_features, longest, ids)
         heads.to(device=last.weight.device, dtype=last.weight.dtype)
         with torch.no_grad():
             heads.vocab.copy_(rows.expand_as(heads.vocab))
@@ -70,7 +72,8 @@ class MedusaHeads(DraftHead):
         for weight, bias in zip(self.blocks[1:], self.biases[1:], strict=True):
             moved = _product(_by_head(hidden, count), weight).flatten(2) + bias.reshape(-1)
             hidden = hidden + nn.functional.silu(moved)
-        return _product(_by_head(hidden, count), self.vocab).flatten(2)
+        logits: Tensor = _product(_by_head(hidden, count), self.vocab)
+        return logits.flatten(2)
 
 
 def _by_head(hidden: Tensor, count: int) -> Tensor:

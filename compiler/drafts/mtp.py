@@ -1,6 +1,7 @@
 """Multi-token prediction of DeepSeek-V3 (DeepSeek-AI 2024): one more decoder layer that guesses the token after next.
 
-Which hidden states the module reads is as served by others, the target's behind its last norm: the paper leaves it open.
+Which of the target's hidden states the module reads is as others serve it, those behind the last norm; the paper does
+not say.
 """
 
 import copy
@@ -33,7 +34,7 @@ class SharedHead(nn.Module):
 
 
 class MtpHead(DraftHead):
-    """eh_proj(enorm(embedding of token j), hnorm(features of token j - 1)) -> a layer of the target's kind -> shared_head.
+    """eh_proj(enorm(embedding of token j), hnorm(features of token j - 1)) -> a layer like the target's -> shared_head.
 
     embed_tokens and shared_head.head are the target's. The hidden states that it makes are those before shared_head.
     """
@@ -47,6 +48,7 @@ class MtpHead(DraftHead):
         width = config.hidden_size
         super().__init__((LAST,), width, config.max_position_embeddings)
         config._attn_implementation = "sdpa"  # without a mask it is causal, unlike "eager"
+        self.config = config
         self.layer_number = layer
         self.embed_tokens = embed_tokens
         self.enorm = DeepseekV3RMSNorm(width, eps=config.rms_norm_eps)
@@ -66,6 +68,8 @@ class MtpHead(DraftHead):
         head = cls(copy.deepcopy(config), config.num_hidden_layers, table, last)
         for module in (head.enorm, head.hnorm, head.eh_proj, head.layer, head.shared_head.norm):
             module.to(device=last.weight.device, dtype=last.weight.dtype)
+        for buffer in head.layer.buffers():
+            buffer.data = buffer.float()  # what corrects the choice of experts has to be exact
         return head.eval()
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
