@@ -122,7 +122,7 @@ def chi_square(counts: NDArray[np.int64], law: Law) -> Test:
     cells: list[tuple[float, float]] = []
     seen, wanted = 0.0, 0.0
     for index in np.argsort(expected):
-        seen, wanted = seen + observed[index], wanted + expected[index]
+        seen, wanted = seen + float(observed[index]), wanted + float(expected[index])
         if wanted >= LEAST_EXPECTED:
             cells.append((seen, wanted))
             seen, wanted = 0.0, 0.0
