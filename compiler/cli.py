@@ -11,7 +11,15 @@ from typing import Annotated
 
 import typer
 
-from octavo.compiler import cli_balance, cli_check, cli_kernels, cli_precision, cli_quantize
+from octavo.compiler import (
+    cli_balance,
+    cli_check,
+    cli_drafts,
+    cli_kernels,
+    cli_precision,
+    cli_quantize,
+    cli_train,
+)
 from octavo.compiler.cli_app import (
     FAILED,
     MODEL_HELP,
@@ -23,8 +31,11 @@ from octavo.compiler.cli_app import (
     Dump,
     DumpWeights,
     Json,
+    Machine,
+    MaxBatchTokens,
     MaxModelLen,
     Model,
+    Output,
     PageSize,
     Proofs,
     Ranks,
@@ -59,19 +70,12 @@ def _show_warning(
 @app.command()
 def compile(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="A machine; `octavo targets` lists them; auto: the one here. Default: cpu."),
-    ] = None,
+    output: Output = None,
+    target: Machine = None,
     dtype: DTypeOption = None,
     page_size: PageSize = None,
     max_model_len: MaxModelLen = None,
-    max_batch_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of one step. Default: 2048.")
-    ] = None,
+    max_batch_tokens: MaxBatchTokens = None,
     quantize: cli_precision.Quantize = None,
     kv: cli_precision.KV = None,
     weights: cli_precision.Weights = None,
@@ -82,6 +86,9 @@ def compile(
     carve: cli_precision.Carve = None,
     parallel: Ranks = None,
     trees: Trees = None,
+    features: cli_drafts.Features = None,
+    draft_of: cli_drafts.DraftOf = None,
+    skip_layers: cli_drafts.SkipLayers = None,
     verify: Verify = Proofs.full,
     deterministic: Deterministic = None,
     dump: Dump = None,
@@ -96,6 +103,8 @@ def compile(
     Example: octavo compile demo --quantize auto --bits 5 --kv fp8 --calibration chats.txt
 
     Example: octavo compile DIR --parallel ep=4,dp=2; torchrun --nproc-per-node 4 -m octavo run ARTIFACT PROMPT
+
+    Example: octavo compile demo --features -1; octavo compile HEAD_DIR --draft-of demo
 
     Example: $EDITOR dumps/09_fuse_rms_norm.py; octavo compile --from dumps/09_fuse_rms_norm.py
 
@@ -136,6 +145,9 @@ def compile(
                 carve=carve,
                 parallel=None if parallel is None else parallel_of(parallel),
                 trees=trees,
+                features=None if features is None else features.numbers,
+                draft_of=draft_of,
+                skip_layers=None if skip_layers is None else skip_layers.numbers,
             )
         )
 
@@ -262,6 +274,7 @@ app.command()(cli_check.check)
 app.command()(cli_kernels.kernels)
 app.command()(cli_kernels.tune)
 app.command()(cli_quantize.quantize)
+app.command()(cli_train.train_draft)
 
 
 @app.command()

@@ -74,6 +74,13 @@ class Proofs(StrEnum):
     full = "full"
 
 
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="DIR", help="Default: ./NAME-TARGET.octavo")
+]
+Machine = Annotated[
+    str | None, typer.Option(help="A machine; `octavo targets` lists them; auto: the one here. Default: cpu.")
+]
+MaxBatchTokens = Annotated[int | None, typer.Option(help="Most tokens of one step. Default: 2048.")]
 DTypeOption = Annotated[
     DTypes | None, typer.Option(help="Of weights and activations. Default: the model's on cpu, bf16 on GPUs.")
 ]

@@ -56,6 +56,15 @@ def load_model(name: str, progress: Progress | None = None) -> LoadedModel:
     )
 
 
+def load_head(name: str, target: nn.Module) -> nn.Module:
+    """The draft head in a directory, beside its target. Raises as load_model does, and CheckpointError."""
+    if not Path(name).is_dir():
+        raise OptionError(f"model: expected a directory with a draft head, got {name!r}")
+    _transformers()
+    head: nn.Module = import_module("octavo.compiler.drafts.checkpoints").load_draft_head(name, target)
+    return head
+
+
 def is_python(name: str) -> bool:
     return ".py:" in name
 

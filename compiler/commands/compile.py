@@ -12,9 +12,10 @@ from octavo.compiler import api
 from octavo.compiler.checkpoints.checkpoint import Checkpoint
 from octavo.compiler.compiled import Compiled
 from octavo.compiler.device_target import resolve_target
+from octavo.compiler.drafts.layer_skip import without_layers
 from octavo.compiler.dump_summary import read_summary
 from octavo.compiler.errors import OptionError
-from octavo.compiler.models import LoadedModel, load_model
+from octavo.compiler.models import LoadedModel, load_head, load_model
 from octavo.compiler.options import ONE_RANK, CarveConfig, DType, Parallel, QuantConfig, Verify
 from octavo.compiler.progress import progress_bars
 from octavo.compiler.quant_options import quant_config
@@ -27,6 +28,8 @@ class Choices:
     """What the user chose; the names are those of `octavo.compile`. output None: ./NAME-TARGET.octavo.
 
     model, resume_from  one of them is given
+    draft_of            the target of the head that `model` then names
+    skip_layers         numbers of the layers that are left out
     """
 
     model: str | None
@@ -46,6 +49,9 @@ class Choices:
     carve: CarveConfig | None = None
     parallel: Parallel | None = None
     trees: bool | None = None
+    features: tuple[int, ...] | None = None
+    draft_of: str | None = None
+    skip_layers: tuple[int, ...] | None = None
 
 
 def run(choices: Choices) -> None:
@@ -62,7 +68,7 @@ def _compile(choices: Choices, model: str) -> Path:
     output = choices.output or default_output(model, target)
     text = None if choices.calibration is None else text_of(choices.calibration)
     quant_config(choices.quantize)  # as the target's name: before the model is loaded
-    loaded, load_s = load(model)
+    loaded, load_s = _load(choices, model)
     compiled = api.compile(
         loaded.model,
         target,
@@ -83,9 +89,27 @@ def _compile(choices: Choices, model: str) -> Path:
         carve=choices.carve,
         parallel=choices.parallel or ONE_RANK,
         trees=bool(choices.trees),
+        features=choices.features,
     )
     show(compiled, {"load": load_s, **compiled.seconds}, choices.dump)
     return output
+
+
+def _load(choices: Choices, name: str) -> tuple[LoadedModel, float]:
+    """The model, the model without some layers, or a draft head. A head is trained for the values that it reads and
+    is small, so it is compiled as it is."""
+    if choices.draft_of is None:
+        loaded, seconds = load(name)
+        if choices.skip_layers is None:
+            return loaded, seconds
+        if loaded.checkpoint is not None:
+            raise OptionError(f"skip_layers: expected a model of plain weights, got the quantised {name}")
+        return replace(loaded, model=without_layers(loaded.model, choices.skip_layers)), seconds
+    for other in ("quantize", "calibration", "carve", "parallel", "features", "skip_layers"):
+        if getattr(choices, other) is not None:
+            raise OptionError(f"{other}: expected none with --draft-of, as a head is compiled as it is")
+    target, seconds = load(choices.draft_of)
+    return LoadedModel(load_head(name, target.model)), seconds
 
 
 def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> QuantConfig | Checkpoint | None:
@@ -103,7 +127,11 @@ def _formats(config: QuantConfig | None, checkpoint: Checkpoint | None) -> Quant
 
 def _resume(choices: Choices) -> Path:
     path = Path(str(choices.resume_from))
-    for name in ("dtype", "page_size", "max_model_len", "quantize", "deterministic", "carve", "parallel"):
+    of_model = (
+        "dtype", "page_size", "max_model_len", "quantize", "deterministic", "carve", "parallel", "features", "draft_of",
+        "skip_layers",
+    )  # fmt: skip
+    for name in of_model:
         if getattr(choices, name) is not None:
             raise OptionError(
                 f"{name}: expected none with --from, as the graph already has it; compile MODEL again"

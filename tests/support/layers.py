@@ -144,6 +144,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.cli_app": 8,
     "octavo.compiler.cli_balance": 8,
     "octavo.compiler.cli_check": 8,
+    "octavo.compiler.cli_drafts": 8,
     "octavo.compiler.cli_kernels": 8,
     "octavo.compiler.cli_precision": 8,
     "octavo.compiler.cli_quantize": 8,
