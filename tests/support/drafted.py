@@ -15,7 +15,7 @@ import numpy as np
 
 from octavo.runtime.sampler import RandomKey, draw
 from octavo.runtime.speculative.draft import NO_DRAFT, ROOT, Distribution, Draft
-from octavo.runtime.speculative.verify import Noise, Target, Verdict
+from octavo.runtime.speculative.verify import Noise, Target, Verdict, walk
 
 Tokens = tuple[int, ...]
 Verify = Callable[[Draft, Target, Noise], Verdict]
@@ -203,6 +203,15 @@ def round_law(world: World, shape: Shape, verify: Verify, before: Tokens) -> dic
 def plain_round(draft: Draft, target: Target, noise: Noise) -> Verdict:
     """Plain decoding."""
     return Verdict((), draw(target(ROOT), noise.plain(0)))
+
+
+def coupled(draft: Draft, target: Target, noise: Noise) -> Verdict:
+    """The equality coupling."""
+
+    def choose(node: int) -> int:
+        return draw(target(node), noise.plain(0 if node == ROOT else draft.depth(node) + 1))
+
+    return walk(draft, choose)
 
 
 def sequence_law(
