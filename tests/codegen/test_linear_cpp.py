@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.codegen.kernel import KernelSpec
 from octavo.compiler.errors import CodegenError
 
-SHAPES = ((5, 7), (16, 16), (960, 576), (37, 1000), (101, 1537))  # N, K
+SHAPES = ((5, 7), (16, 16), (960, 576), (37, 1000), (101, 1537), (3, 12301))  # N, K
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -76,7 +76,7 @@ def test_row_does_not_depend_on_batch_or_threads(
     spec = spec_of(columns, length, dtype, False)
     x, weights = operands(129, columns, length, dtype, False)
     alone = torch.cat([run(kernels, spec, x[i : i + 1].clone(), weights, 1) for i in range(129)])
-    for rows in (2, 3, 4, 5, 6, 7, 64, 65, 129):
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 64, 65, 129):
         for num_threads in (1, 2, 3):
             assert torch.equal(run(kernels, spec, x[:rows], weights, num_threads), alone[:rows])
 
