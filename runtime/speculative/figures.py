@@ -45,6 +45,28 @@ class Figures:
     target_s: float = 0.0
     verify_s: float = 0.0
 
+    def add(self, other: "Figures") -> None:
+        """Count what another engine did too."""
+        for name in (
+            "rounds",
+            "drafted",
+            "accepted",
+            "emitted",
+            "undrafted",
+            "draft_s",
+            "target_s",
+            "verify_s",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in ((self.offered, other.offered), (self.accepted_at, other.accepted_at)):
+            mine += [0] * (len(theirs) - len(mine))
+            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+        for size, count in other.drafted_steps.items():
+            self.drafted_steps[size] = self.drafted_steps.get(size, 0) + count
+        for size, plain in other.plain.items():
+            own = self.plain.setdefault(size, Plain())
+            own.steps, own.seconds = own.steps + plain.steps, own.seconds + plain.seconds
+
     def count_step(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """The target ran these."""
         if any(len(chunk.draft) for chunk in chunks):

@@ -26,7 +26,7 @@ def test_adds_the_inputs_of_a_step_and_the_caches_in_order() -> None:
     graph_module, _ = after("insert_paged_kv")
     inputs = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
     caches = [f"{kind}_cache_{i}" for i in range(LAYERS) for kind in "kv"]
-    assert [n.name for n in inputs] == [*(n for n in STEP_INPUTS if n != "row_ranks"), *caches]
+    assert [n.name for n in inputs] == [*(n for n in STEP_INPUTS if n not in ("row_ranks", "tree")), *caches]
     shapes = {tuple(n.meta["val"].shape[1:]) for n in inputs if n.name in caches}
     assert shapes == {(KV_HEADS, SETTINGS.page_size, HEAD_DIM)}
     symbols = [
