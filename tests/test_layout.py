@@ -49,6 +49,7 @@ LAZY_IMPORTS = {
     "compiler/cli_check.py": "as compiler/cli.py",
     "compiler/cli_kernels.py": "as compiler/cli.py",
     "compiler/cli_quantize.py": "as compiler/cli.py",
+    "compiler/cli_train.py": "as compiler/cli.py",
     "compiler/figure.py": "matplotlib is the plot extra",
     "compiler/cli_balance.py": "as compiler/cli.py",
     "runtime/tokenizer.py": "tokenizers is the hf extra; token ids in and out need none",

@@ -148,4 +148,7 @@ LAYERS: dict[str, int] = {
     "octavo.compiler.cli_kernels": 8,
     "octavo.compiler.cli_precision": 8,
     "octavo.compiler.cli_quantize": 8,
+    "octavo.compiler.cli_train": 8,
+    "octavo.compiler.draft_training": 8,
+    "octavo.compiler.draft_training.*": 8,
 }

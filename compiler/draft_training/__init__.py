@@ -1,0 +1,1 @@
+"""Training draft heads on what their target answers."""
