@@ -28,6 +28,24 @@ PROGRAM = Program(
 )
 
 
+def hidden(kind: str, name: str, **changes: Any) -> dict[str, Any]:
+    """A buffer of hidden states, as it lies in the file."""
+    return {"name": name, "kind": kind, "dtype": "bf16", "shape": ["T", 8], "offset": None, **changes}
+
+
+def test_hidden_states_are_kept() -> None:
+    data = json.loads(program_to_json(PROGRAM))
+    data["buffers"] += [
+        hidden("output", "features_0"),
+        hidden("output", "features_1", dtype="fp32", shape=["T", 3]),
+    ]
+    data["buffers"].insert(0, hidden("input", "features", shape=["T", 11]))
+    program = program_from_json(json.dumps(data))
+    assert [b.shape for b in program.hidden_states] == [("T", 8), ("T", 3)]
+    assert program.logits.name == "logits"
+    assert program_from_json(program_to_json(program)) == program
+
+
 def test_round_trip_is_exact_and_stable() -> None:
     text = program_to_json(PROGRAM)
     assert program_from_json(text) == PROGRAM
@@ -170,6 +188,32 @@ WEIGHT, CACHE, SPACE, OUTPUT = (len(STEP_INPUTS) + i for i in (0, 1, 2, 4))
         (lambda d: d["buffers"][CACHE].update(shape=["T", 2, 16, 4]), r"\(num_pages, kv_heads, 16"),
         (lambda d: d["buffers"][OUTPUT].update(dtype="bf16"), "fp32 logits as the first output"),
         (lambda d: d.update(buffers=d["buffers"][:OUTPUT], steps=[]), "fp32 logits as the first output"),
+        (lambda d: d["buffers"].append(hidden("output", "features_1")), "an output buffer features_0"),
+        (lambda d: d["buffers"].append(hidden("output", "more")), "an output buffer features_0"),
+        (
+            lambda d: d["buffers"].append(hidden("output", "features_0", dtype="i32")),
+            r"width up to \d+\) of fp32, bf16",
+        ),
+        (
+            lambda d: d["buffers"].append(hidden("output", "features_0", shape=["L", 8])),
+            r"for output 'features_0'",
+        ),
+        (
+            lambda d: d["buffers"].append(hidden("output", "features_0", shape=["T"])),
+            r"for output 'features_0'",
+        ),
+        (
+            lambda d: d["buffers"].insert(0, hidden("input", "features", shape=["T", "T"])),
+            "for input 'features'",
+        ),
+        (
+            lambda d: d["buffers"].insert(0, hidden("input", "features", shape=["T", 2**25])),
+            "for input 'features'",
+        ),
+        (
+            lambda d: d["buffers"].insert(0, hidden("input", "features", shape=["T", 0])),
+            "for input 'features'",
+        ),
         (lambda d: d["steps"][0].update(kernel="a b"), "a kernel name"),
         (lambda d: d["steps"][0].update(args=["unknown"]), "got 'unknown'"),
         (lambda d: d["steps"][0].update(args=[None]), "a size of 0 or more, or an expression"),

@@ -2,9 +2,23 @@
 
 import pytest
 import torch
+from heads import head_of
 from models import HEAD_DIM, KV_HEADS, LAYERS
-from stages import BF16, FP32, SETTINGS, after, assert_idempotent, assert_same_numbers, before, calls, count
+from stages import (
+    BF16,
+    FP32,
+    SETTINGS,
+    after,
+    assert_idempotent,
+    assert_same_numbers,
+    before,
+    calls,
+    count,
+    step_of,
+)
 
+from octavo.compiler.capture import capture
+from octavo.compiler.pipeline import PIPELINE, apply_step
 from octavo.compiler.program import STEP_INPUTS
 from octavo.passes.insert_paged_kv import insert_paged_kv
 from octavo.passes.rule import run_pass
@@ -87,3 +101,16 @@ def test_rows_are_gathered_before_what_is_done_to_each_logit(dtype: torch.dtype)
     (gather,) = calls(graph_module, octavo.gather_logits.default)
     assert [user.target for user in gather.users] == [octavo.linear.default]
     assert_same_numbers(graph_module, "gemma2", dtype)
+
+
+def test_of_a_head_without_attention_only_the_wanted_rows_are_computed() -> None:
+    graph_module = capture(head_of("medusa")).graph_module
+    for step in PIPELINE[: [step.run for step in PIPELINE].index(insert_paged_kv)]:
+        apply_step(step, graph_module, SETTINGS)
+    report = apply_step(step_of("insert_paged_kv"), graph_module, SETTINGS)[0]
+    (site,) = report.sites
+    assert {n.target for n in site.after.graph.nodes} > {octavo.head_linear.default}  # and so it is proven
+    (gather,) = calls(graph_module, octavo.gather_logits.default)
+    assert [str(n) for n in gather.args] == ["features", "logit_rows"]
+    (features,) = [n for n in graph_module.graph.nodes if n.name == "features"]
+    assert list(features.users) == [gather]

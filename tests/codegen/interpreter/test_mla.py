@@ -104,6 +104,17 @@ def test_a_product_for_each_head(launch: Launch, assert_rounds_to: Check, dtype:
     assert_rounds_to(out, head_linear(x.double(), weight.double())[0], sums=0.1)
 
 
+def test_a_product_for_each_head_may_be_the_logits(launch: Launch, assert_rounds_to: Check) -> None:
+    x, weight = torch.randn(1, 5, 3, 40).bfloat16(), torch.randn(3, 20, 40).bfloat16()
+    out = torch.full((5, 3, 20), float("nan"))
+    launch(
+        head_linear_spec(HeadProduct(3, 20, 40, "bf16", "fp32", "L")),
+        {"x": x[0], "weight": weight, "out": out},
+        {"T": 99, "L": 5},
+    )
+    assert_rounds_to(out, head_linear(x.double(), weight.double())[0], sums=0.1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_written_next_to_each_other(launch: Launch, dtype: str) -> None:
     latent, k_rope = torch.randn(1, 4, 24).to(DTYPES[dtype]), torch.randn(1, 4, 12).to(DTYPES[dtype])

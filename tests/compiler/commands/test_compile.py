@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_llama import save_directory
+from tiny_llama import build, save_directory
 
 import octavo
+from octavo.compiler.drafts.checkpoints import save_draft_head
+from octavo.compiler.drafts.eagle import EagleHead
 
 Run = Callable[..., tuple[int, str, str]]
 TINY = f"{Path(__file__).resolve().parents[2]}/support/tiny_llama.py:build"
@@ -130,3 +132,45 @@ def test_wrong_use_of_from_is_refused(
     monkeypatch.chdir(tmp_path)
     code, out, err = run("compile", *arguments)
     assert (code, out) == (2, "") and said in err.replace("\n", " ")
+
+
+def test_targets_of_heads_and_drafts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    save_draft_head(EagleHead.for_target(build()), tmp_path / "head")
+    two_layers = str(Path(TINY.rsplit(":", 1)[0]).with_name("models.py")) + ":llama"
+    commands = {
+        "target": (TINY, "--features", "0,-1", "--dtype", "bf16"),
+        "head": (tmp_path / "head", "--draft-of", TINY, "--page-size", "8"),
+        "self": (two_layers, "--skip-layers", "0"),
+    }
+    made = {}
+    for name, arguments in commands.items():
+        code, out, err = run("compile", *arguments, "--verify", "off", "-o", tmp_path / f"{name}.octavo")
+        assert code == 0, err
+        made[name] = octavo.load(out.strip()).artifact
+    assert [(b.dtype, b.shape) for b in made["target"].program.hidden_states] == [("bf16", ("T", 32))] * 2
+    assert made["target"].manifest["options"]["features"] == [0, -1]
+    assert made["head"].manifest["provenance"]["draft"]["kind"] == "eagle"
+    assert made["head"].program.page_size == 8
+    assert made["self"].manifest["provenance"]["draft"] == {"kind": "layer_skip", "layers": [1]}
+    assert [b.name for b in made["self"].program.of_kind("cache")] == ["k_cache_0", "v_cache_0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--features", "5"), "features: expected different numbers from 0 (embeddings) to 1"),
+        (("--skip-layers", "0"), "skip_layers: expected some of the layers 0 to 0"),
+        (("--skip-layers", "9-2"), "expected layers such as 8-20,25, got 9-2"),
+        (("--draft-of", TINY), "model: expected a directory with a draft head"),
+        (("--draft-of", TINY, "--features", "-1"), "features: expected none with --draft-of"),
+        (("--draft-of", TINY, "--quantize", "fp8"), "quantize: expected none with --draft-of"),
+        (("--draft-of", TINY, "--skip-layers", "0"), "skip_layers: expected none with --draft-of"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(
+    arguments: tuple[str, ...], said: str, run: Run, tmp_path: Path
+) -> None:
+    code, out, err = run("compile", TINY, *arguments, "-o", tmp_path / "out")
+    assert (code, out) == (2, "") and said in " ".join(err.split())
+    assert list(tmp_path.iterdir()) == []
