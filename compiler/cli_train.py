@@ -25,7 +25,7 @@ def train_draft(
     minutes: Annotated[
         float, typer.Option(min=0.01, help="Of answers, hidden states and training together.")
     ] = 20.0,
-    tokens: Annotated[int, typer.Option(min=1, help="Of answers to learn from, at most.")] = 60_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Of answers to learn from, at most.")] = 200_000,
     draft_vocab: Annotated[
         int, typer.Option(min=2, help="Tokens that the head can guess: those that answers use most.")
     ] = 4096,

@@ -47,13 +47,14 @@ def request_with(text: Sequence[int] | None, tokens: Sequence[int] = (1, 2, 3, 1
 
 def test_forced_tokens_come_first_and_others_are_drafted_by_the_inner_one() -> None:
     requests = [request_with([5, 6]), request_with(None), request_with([]), request_with([7])]
+    requests.append(request_with(None, [4, 8, 9, 4, 8]))
     alone, both = Forced(), Forced(NGram())
     assert (alone.name, both.name, both.has_tree) == ("grammar", "grammar+ngram", False)
     forced = chain([5, 6], [1.0, 1.0])
     drafts = alone.propose([ask(request, 3) for request in requests])
-    assert drafts == [forced, NO_DRAFT, NO_DRAFT, chain([7], [1.0])]
+    assert drafts == [forced, NO_DRAFT, NO_DRAFT, chain([7], [1.0]), NO_DRAFT]
     drafts = both.propose([ask(request, 3) for request in requests])
-    assert [draft.token_ids for draft in drafts] == [(5, 6), (3, 1, 2), (3, 1, 2), (7,)]
+    assert [draft.token_ids for draft in drafts] == [(5, 6), (3, 1, 2), (3, 1, 2), (7,), (9, 4, 8)]
 
 
 class Told(NGram):
