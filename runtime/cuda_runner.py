@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 from octavo.compiler.artifact import Artifact
 from octavo.compiler.errors import ArtifactError, ExecutionError, OptionError
 from octavo.compiler.expression import evaluate, holds
-from octavo.compiler.program import DIMS, FEATURES, ITEM_BYTES, Step, input_and_group
+from octavo.compiler.program import DIMS, FEATURES, Step, input_and_group
 from octavo.runtime.batch import Batch
 from octavo.runtime.cuda import Driver
 from octavo.runtime.cuda_driver import CudaDriver
 from octavo.runtime.cuda_launch import Kernel, Sizes, parse_record
 from octavo.runtime.cuda_memory import ALIGNMENT, DeviceMemory, Progress, Region, upload_weights
+from octavo.runtime.cuda_outputs import Outputs
 from octavo.runtime.cuda_pages import DevicePages
+from octavo.runtime.features import check_features
 from octavo.runtime.kv_cache import NULL_PAGE
 from octavo.runtime.model_runner import (
     ONE_PAGE,
@@ -38,7 +40,7 @@ PAGE_MEMORY_SHARE = 0.9
 MAX_GRAPHS = 64
 MAX_PREPARED = 16
 # What a padded request has for inputs.
-PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 1}
+PADDING = {"input_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 1, "tree": 0}
 
 _Launches = list[tuple[str, Any]]
 
@@ -66,12 +68,6 @@ class CudaRunner:
         driver: Driver | None = None, progress: Progress | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
         check_rank(artifact, rank)
-        if artifact.program.hidden_states or any(
-            b.name == FEATURES for b in artifact.program.of_kind("input")
-        ):
-            raise ExecutionError(
-                f"runner: {artifact.path} makes or reads features for draft heads, which runs on cpu only"
-            )
         self.program = artifact.program
         self.rank = rank
         self.page_size = artifact.program.page_size
@@ -98,7 +94,6 @@ class CudaRunner:
         self.close = weakref.finalize(
             self, _close, self._memory, self._stream, self._captured, owns_driver=driver is None
         )
-        self._output = self.program.of_kind("output")[0]
         self._inputs = self.program.of_kind("input")
         self.addresses = upload_weights(
             self._memory, {name: weight_piece(artifact, name, rank) for name in artifact.weights}, self._stream,
@@ -114,7 +109,9 @@ class CudaRunner:
 
     @property
     def features(self) -> NDArray[np.generic] | None:
-        return None
+        """Of the tokens of the last run, (T, F), valid until the next; copied from the device when it is asked for."""
+        dims, num_tokens = self._made
+        return self._outputs.features(dims, num_tokens, self._stream) if num_tokens else None
 
     def move_pages(self, moves: Sequence[Move]) -> None:
         """Queue the moves behind all that was run, before all that will be. ExecutionError for one that cannot be."""
@@ -125,6 +122,7 @@ class CudaRunner:
         """Logits (L, vocab), valid until the next run. Other Python threads go on meanwhile."""
         self._driver.activate()
         self._driver.synchronize(self._stream)  # an interrupt may have left a step running
+        check_features(self.program, batch)
         dims = {**batch.dims, "num_pages": self.num_pages}
         if not dims["T"] == dims["R"] <= self.max_requests:
             self._run_eagerly(batch.inputs, dims)
@@ -136,6 +134,7 @@ class CudaRunner:
             self._driver.launch_graph(graph, self._stream)
         else:
             self._run_eagerly(inputs, padded)
+        self._made = padded, dims["T"]
         logits = self._download(dims["R"])
         return logits if dims["L"] == dims["R"] else logits[batch.logit_rows]
 
@@ -143,6 +142,7 @@ class CudaRunner:
         launches = self._launches(dims)  # before the inputs: it may move their memory
         self._upload(inputs, dims)
         self._launch(launches)
+        self._made = dims, dims["T"]
 
     def _padded(
         self, batch: Batch, dims: Mapping[str, int]
@@ -152,6 +152,7 @@ class CudaRunner:
         size = next(size for size in self._buckets if size >= requests)
         width = 1 << (columns - 1).bit_length()
         inputs: dict[str, NDArray[Any]] = {
+            **_padded_features(batch.features, size),
             "cu_seqlens_q": np.arange(size + 1, dtype=np.int32),
             "logit_rows": np.arange(size, dtype=np.int64),
         }
@@ -224,7 +225,7 @@ class CudaRunner:
         places.update(
             {name: self._input.address + start for name, start in self._input_starts(sizes).items()}
         )
-        places[self._output.name] = self._logits.address
+        places |= self._outputs.places(sizes.dims)
         for buffer in self.program.of_kind("workspace"):
             assert buffer.offset is not None, f"{buffer.name} has no place"
             places[buffer.name] = self._workspace.address + sizes(buffer.offset)
@@ -255,24 +256,20 @@ class CudaRunner:
 
     def _download(self, count: int) -> NDArray[np.float32]:
         """Logits of the first rows, once all work is done."""
-        size = count * self.vocab_size * ITEM_BYTES["fp32"]
-        if size:
-            self._driver.download(self._logits_host[:size], self._logits.address, self._stream)
-        self._driver.synchronize(self._stream)
-        return self._logits_host[:size].view(np.float32).reshape(count, self.vocab_size)
+        return self._outputs.logits(count, self.vocab_size, self._stream)
 
     def _make_regions(self, max_tokens: int) -> None:
         """Memory of the largest step: inputs, workspace, logits."""
         self._input = Region(self._memory, 0)
         self._workspace = Region(self._memory, 0)
-        self._logits = Region(self._memory, 0)
+        self._outputs = Outputs(self._memory, self.program)
+        self._made: tuple[Mapping[str, int], int] = {}, 0
         self._input_host = self._memory.allocate_host(1)
-        self._logits_host = self._memory.allocate_host(1)
         steps = list(largest_steps(max_tokens, self.max_requests, self._max_pages, self.program.mesh.dp))
         self._grow(
             max(self._input_bytes(dims) for dims in steps),
             max(evaluate(self.program.workspace, dims) for dims in steps),
-            max(num_bytes(self._output, dims) for dims in steps),
+            max(self._outputs.num_bytes(dims) for dims in steps),
         )
 
     def _input_bytes(self, dims: Mapping[str, int]) -> int:
@@ -281,25 +278,21 @@ class CudaRunner:
     def _reserve(self, dims: Mapping[str, int]) -> None:
         """Have the memory of a step that is larger than those planned for. What was bound is bound anew."""
         moved = self._grow(
-            self._input_bytes(dims), evaluate(self.program.workspace, dims), num_bytes(self._output, dims)
+            self._input_bytes(dims), evaluate(self.program.workspace, dims), self._outputs.num_bytes(dims)
         )
         if moved:
             self._prepared.clear()
             while self._captured:
                 self._driver.free_graph(self._captured.popitem()[1])
 
-    def _grow(self, input_bytes: int, workspace_bytes: int, logits_bytes: int) -> bool:
+    def _grow(self, input_bytes: int, workspace_bytes: int, output_bytes: int) -> bool:
         """Whether anything moved. Nothing runs meanwhile: a run ends with all work done."""
         moved = self._workspace.grow(workspace_bytes)
         if self._input.grow(input_bytes):
             self._memory.free_host(self._input_host)
             self._input_host = self._memory.allocate_host(input_bytes)
             moved = True
-        if self._logits.grow(logits_bytes):
-            self._memory.free_host(self._logits_host)
-            self._logits_host = self._memory.allocate_host(logits_bytes)
-            moved = True
-        return moved
+        return self._outputs.grow(output_bytes) or moved
 
     def _default_num_pages(self) -> int:
         """Pages for `max_requests` sequences of full length, or what a share of free memory holds if less."""
@@ -377,6 +370,13 @@ def _argument(argument: str | int | float, places: Mapping[str, int], sizes: Siz
     if isinstance(argument, str) and argument in places:
         return places[argument]
     return sizes(argument)
+
+
+def _padded_features(features: NDArray[np.generic] | None, size: int) -> dict[str, NDArray[np.generic]]:
+    """Those of a draft head, and zeros for requests that pad."""
+    if features is None:
+        return {}
+    return {FEATURES: np.pad(features, ((0, size - len(features)), (0, 0)))}
 
 
 def _extended(array: NDArray[Any], size: int, value: int) -> NDArray[Any]:
