@@ -172,7 +172,7 @@ class _Emitter:
     def _output(self, number: int, dtype: str) -> Buffer:
         """In the shape in which it leaves the graph, which may be a view of what a kernel makes."""
         value = self.module.graph.output_node().args[0][number].meta["val"]  # type: ignore[index, union-attr]
-        return Buffer(output_name(number), "output", dtype, self._shape(value)[1:])  # type: ignore[arg-type]
+        return Buffer(output_name(number), "output", dtype, self._shape(value)[1:])
 
     def _add_scratch(self, node: fx.Node, spec: KernelSpec) -> None:
         """Scratch lies after all planned values, so a launch's scratch meets nothing that lives."""

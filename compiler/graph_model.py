@@ -42,7 +42,10 @@ class GraphModel(nn.Module):
         inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
         windows = page_windows(self.graph_module.graph)
         step = whole_sequences(input_ids.tolist(), self.page_size, windows)
-        given = {**step.tensors, "position_ids": position_ids, FEATURES: features}
+        given = {**step.tensors, "position_ids": position_ids}
+        for node in inputs:
+            if node.name == FEATURES and features is not None:
+                given[FEATURES] = features.to(node.meta["val"].dtype)
         values = [
             given[node.name] if node.name in given else empty_pages(node, step.num_pages) for node in inputs
         ]

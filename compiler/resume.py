@@ -64,7 +64,8 @@ def resume(
         )
     if output is not None:
         check_replaceable(output)
-    tokenizer_files = tokenizer_files_of(tokenizer) if tokenizer is not None else source.tokenizer_files()
+    tokenizer_files = tokenizer_files_of(tokenizer) if tokenizer is not None else source.files("tokenizer")
+    tokenizer_files = {**tokenizer_files, **source.files("draft")}
     with progress_bars(progress) as bars:
         bars("load")(source.path.name, 0, 1)
         graph_module = source.load(pipeline)
@@ -147,9 +148,14 @@ class _Source:
         is_edited = digest != next(e["sha256"] for e in entries if e["file"] == f"{self.step}.py")
         return Job(
             self.target_of(options), options, Settings(**facts["settings"]), facts["model"],
-            facts["capture_route"], {"resumed_from": self.path.name, "edited": is_edited}, self.calibration(),
+            facts["capture_route"], {"resumed_from": self.path.name, "edited": is_edited, **self.draft()},
+            self.calibration(),
             self.plan(), self.index,
         )  # fmt: skip
+
+    def draft(self) -> dict[str, Any]:
+        """What the dumped model drafts with, where it is a draft."""
+        return {"draft": self.summary["draft"]} if self.summary.get("draft") else {}
 
     def plan(self) -> PrecisionPlan | None:
         """Of a graph between the steps that quantise."""
@@ -172,10 +178,11 @@ class _Source:
             check_target(options.quantize.mode, target)
         return target
 
-    def tokenizer_files(self) -> dict[str, bytes]:
-        folder = self.path.parent / "tokenizer"
+    def files(self, name: str) -> dict[str, bytes]:
+        """Those of a folder of the dump, that were packed then."""
+        folder = self.path.parent / name
         files = sorted(folder.iterdir()) if folder.is_dir() else []
-        return {f"tokenizer/{file.name}": file.read_bytes() for file in files}
+        return {f"{name}/{file.name}": file.read_bytes() for file in files}
 
     def calibration(self) -> list[list[int]] | None:
         """The tokens that the dumped model was calibrated with, where it was."""

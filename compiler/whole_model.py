@@ -155,7 +155,9 @@ def _prompt(program: Program, seed: int, length: int, vocab_size: int) -> _Promp
     widths = [buffer.shape[1] for buffer in program.of_kind("input") if buffer.name == FEATURES]
     if not widths:
         return _Prompt(ids, None)
-    return _Prompt(ids, generator.integers(-64, 65, (length, int(widths[0]))).astype(np.float32) / 32)
+    return _Prompt(
+        ids, generator.integers(-64, 65, (length, int(widths[0]))).astype(np.float32) * np.float32(0.03125)
+    )
 
 
 def _artifact_rows(prompts: list[_Prompt], program: Program, runner: ModelRunner) -> _Rows:
@@ -175,9 +177,9 @@ def _model_rows(model: nn.Module, prompts: list[_Prompt], features: Sequence[int
     with torch.no_grad():
         for prompt in prompts:
             given = None if prompt.features is None else torch.from_numpy(prompt.features)[None].to(dtype)
-            logits, *states = reference_outputs(model, torch.from_numpy(prompt.ids)[None], given, features)
-            joined = torch.cat(states, -1)[0].float().numpy() if states else None
-            whole.append((logits[0].float().numpy(), joined))
+            made = reference_outputs(model, torch.from_numpy(prompt.ids)[None], given, features)
+            joined = torch.cat(made[1:], -1)[0].float().numpy() if made[1:] else None
+            whole.append((made[0][0].float().numpy(), joined))
     rows = _Rows([], [])
     for is_last in (False, True):
         for chunk in _chunks([len(p.ids) for p in prompts], is_last):

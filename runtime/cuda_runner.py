@@ -95,6 +95,8 @@ class CudaRunner:
             self, _close, self._memory, self._stream, self._captured, owns_driver=driver is None
         )
         self._inputs = self.program.of_kind("input")
+        # sizes of the last step, as it was padded, and how many tokens it had
+        self._made: tuple[Mapping[str, int], int] = ({}, 0)
         self.addresses = upload_weights(
             self._memory, {name: weight_piece(artifact, name, rank) for name in artifact.weights}, self._stream,
             progress,
@@ -263,7 +265,6 @@ class CudaRunner:
         self._input = Region(self._memory, 0)
         self._workspace = Region(self._memory, 0)
         self._outputs = Outputs(self._memory, self.program)
-        self._made: tuple[Mapping[str, int], int] = {}, 0
         self._input_host = self._memory.allocate_host(1)
         steps = list(largest_steps(max_tokens, self.max_requests, self._max_pages, self.program.mesh.dp))
         self._grow(

@@ -31,7 +31,8 @@ def without_layers(model: nn.Module, skipped: Sequence[int]) -> nn.Module:
         del layers[number]
     _tell_configuration(draft, kept, count)
     draft.draft_kind, draft.facts = "layer_skip", {"kind": "layer_skip", "layers": kept}
-    return draft
+    made: nn.Module = draft
+    return made
 
 
 def _tell_configuration(draft: Any, kept: Sequence[int], count: int) -> None:

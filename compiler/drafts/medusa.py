@@ -73,12 +73,12 @@ class MedusaHeads(DraftHead):
             moved = _product(_by_head(hidden, count), weight).flatten(2) + bias.reshape(-1)
             hidden = hidden + nn.functional.silu(moved)
         logits: Tensor = _product(_by_head(hidden, count), self.vocab)
-        return logits.flatten(2)
+        return logits.reshape(*logits.shape[:2], -1)
 
 
 def _by_head(hidden: Tensor, count: int) -> Tensor:
     """(1, T, count * H) -> (1, T, count, H)."""
-    return hidden.unflatten(2, (count, -1))
+    return hidden.reshape(*hidden.shape[:2], count, -1)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -121,10 +121,10 @@ def test_programs_hand_out_those_of_every_token_of_a_step() -> None:
         runner.run(two_prompts())
         assert runner.features is not None and runner.features.shape == (11, 192)
         torch.testing.assert_close(torch.from_numpy(wide(runner.features)), wanted, rtol=1e-5, atol=1e-5)
-    runner = made.runner(64)
-    check_whole_model(tiny("llama"), made.artifact, runner, features)
+    large = made.runner(64)
+    check_whole_model(tiny("llama"), made.artifact, large, features)
     with pytest.raises(PassError, match="verify: features of the artifact differ from the model's by 2"):
-        check_whole_model(tiny("llama"), made.artifact, Wrong(runner), features)
+        check_whole_model(tiny("llama"), made.artifact, Wrong(large), features)
 
 
 def test_programs_without_them_hand_out_none() -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from heads import head_of
 from models import LONGEST, tiny
 from stages import SETTINGS, captured, tokens
 from tiny_llama import build_tokenizer
@@ -17,6 +18,7 @@ from zoo import ARCHITECTURES_AND_MIXTURES
 import octavo
 from octavo.compiler.capture import reference_logits
 from octavo.compiler.compiled import Compiled
+from octavo.compiler.drafts.head import TARGET_IDS
 from octavo.compiler.dump import print_graph
 from octavo.compiler.dump_files import DumpWriter
 from octavo.compiler.dump_load import load_graph
@@ -244,3 +246,11 @@ def test_without_an_output_the_artifact_keeps_its_directory(whole: tuple[Compile
     path = artifact.path
     del artifact
     assert not path.exists()
+
+
+def test_a_head_stays_the_head_that_it_is(tmp_path: Path) -> None:
+    compiled = octavo.compile(head_of("medusa"), page_size=4, verify="off", dump=tmp_path)
+    resumed = octavo.resume(tmp_path / "00_capture.py")
+    facts = [made.artifact.manifest["provenance"]["draft"] for made in (compiled, resumed)]
+    assert facts[0] == facts[1] and facts[0]["kind"] == "medusa"
+    assert resumed.artifact.read(TARGET_IDS) == compiled.artifact.read(TARGET_IDS)
