@@ -1,7 +1,6 @@
 """Which drafted tokens a branch goes on with: the logits of a step, processed row by row, and a rule."""
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +11,23 @@ from octavo.runtime.sampler import (
     RandomKey,
     Row,
     Sampled,
+    draw,
     not_finite,
     probabilities,
     processed_logits,
     reported,
     sample,
+    uniform,
 )
 from octavo.runtime.speculative.draft import ROOT, Distribution
+from octavo.runtime.speculative.typical import verify_typical
 from octavo.runtime.speculative.verify import Noise, Verdict, verify_block, verify_tokens, walk
 
 # block: chains by Sun et al. 2024, trees as token. token: Leviathan et al. 2023, Chen et al. 2023; siblings by Miao et
 # al. 2024 and Li et al. 2024. equality: output does not depend on drafts at all.
-Rule = Literal["block", "token", "equality"]
-RULES: tuple[Rule, ...] = ("block", "token", "equality")
+# typical: not lossless, Cai et al. 2024.
+Rule = Literal["block", "token", "equality", "typical"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 Logits = NDArray[np.float32]
 _NO_TOKEN = -1
 
@@ -38,9 +41,15 @@ def accept(chunk: Chunk, logits: Logits, key: RandomKey, round: int, rule: Rule)
     """
     rows = _Rows(chunk, logits, key)
     try:
+        if rule == "typical":
+            return _told(chunk, rows, verify_typical(chunk.draft, rows.target, rows.choose))
         if chunk.draft.is_fixed or rule == "equality":
             return _coupled(chunk, rows)
-        return _drawn(chunk, rows, round, rule)
+        noise = Noise(key, len(chunk.branch.tokens), round)
+        is_block = rule == "block" and chunk.draft.is_chain
+        return _told(
+            chunk, rows, (verify_block if is_block else verify_tokens)(chunk.draft, rows.target, noise)
+        )
     finally:
         rows.rollback()
 
@@ -51,9 +60,10 @@ class _Rows:
     def __init__(self, chunk: Chunk, logits: Logits, key: RandomKey) -> None:
         self.request, self.branch, self.draft = chunk.request, chunk.branch, chunk.draft
         self.logits = logits
-        self.key = key
+        self._key = key
         self._depth = 0  # nodes above the row that was asked for last
         self._advanced = 0  # of these, in the state
+        self._known: dict[int, Distribution] = {}
 
     def row(self, node: int) -> Row:
         """Of the token behind a node that lies behind the one asked for before."""
@@ -63,17 +73,37 @@ class _Rows:
             if state is not None:
                 state.advance([self.draft.token_ids[node]])
                 self._advanced += 1
-        return Row(self.request.params, self.key, len(self.branch.tokens) + self._depth, state)
+        return Row(self.request.params, self._key, len(self.branch.tokens) + self._depth, state)
 
     def is_end(self, node: int) -> bool:
-        """Whether the branch ends with this node's token."""
+        """Whether the branch ends with this node's token, so that nothing behind it matters."""
         return node != ROOT and self.draft.token_ids[node] in self.request.stop_token_ids
 
-    def checked(self, node: int, position: int) -> Logits:
-        logits: Logits = self.logits[node + 1]
+    def target(self, node: int) -> Distribution:
+        """What the token behind a node is drawn from. Behind one that ends the branch, or that the target never draws,
+        anything: a grammar could not follow there."""
+        if node not in self._known:
+            self._known[node] = self._distribution(node)
+        return self._known[node]
+
+    def _distribution(self, node: int) -> Distribution:
+        if self.is_end(node) or (node != ROOT and self._is_impossible(node)):
+            return _anything(self.logits.shape[1])
+        row = self.row(node)
+        logits = self.logits[node + 1]
         if not np.isfinite(logits.max()):
-            raise ExecutionError(not_finite(logits, position))
-        return logits
+            raise ExecutionError(not_finite(logits, row.position))
+        return probabilities(processed_logits(logits, row), row.params)
+
+    def _is_impossible(self, node: int) -> bool:
+        parent, token_id = self.draft.parents[node], self.draft.token_ids[node]
+        is_behind_one = parent != ROOT and self._is_impossible(parent)
+        return is_behind_one or not 0 <= token_id < self.logits.shape[1] or self.target(parent)[token_id] == 0
+
+    def choose(self, node: int) -> int:
+        """The token that plain decoding draws behind a node whose target was asked for."""
+        depth = 0 if node == ROOT else self.draft.depth(node) + 1
+        return draw(self.target(node), uniform(self._key, len(self.branch.tokens) + depth))
 
     def rollback(self) -> None:
         if self.branch.state is not None:
@@ -97,24 +127,12 @@ def _coupled(chunk: Chunk, rows: _Rows) -> list[Sampled]:
     return taken
 
 
-def _drawn(chunk: Chunk, rows: _Rows, round: int, rule: Rule) -> list[Sampled]:
-    """By what each token was drawn from. A token that ends the branch has nothing behind it that matters."""
-    request, branch, draft = chunk.request, chunk.branch, chunk.draft
-
-    def target(node: int) -> Distribution:
-        if rows.is_end(node):
-            return _anything(rows.logits.shape[1])
-        row = rows.row(node)
-        processed = processed_logits(rows.checked(node, row.position), row)
-        return probabilities(processed, row.params)
-
-    noise = Noise(rows.key, len(branch.tokens), round)
-    verify: Callable[..., Verdict] = verify_block if rule == "block" and draft.is_chain else verify_tokens
-    verdict = verify(draft, target, noise)
-    tokens = [*(draft.token_ids[node] for node in verdict.path), verdict.token_id]
+def _told(chunk: Chunk, rows: _Rows, verdict: Verdict) -> list[Sampled]:
+    """The tokens with what their request wants to know of them."""
+    tokens = [*(chunk.draft.token_ids[node] for node in verdict.path), verdict.token_id]
     above = (ROOT, *verdict.path)
     return [
-        reported(rows.logits[node + 1], token_id, request.params)
+        reported(rows.logits[node + 1], token_id, chunk.request.params)
         for node, token_id in zip(above, tokens, strict=True)
     ]
 

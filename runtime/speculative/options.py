@@ -26,7 +26,8 @@ class Speculate:
     length    drafted tokens of every round; None: as many as make most tokens a second, by times and acceptance so far
     most      of these at most
     rule      for tokens that were drawn: "block" verification, "token" by token, or "equality": what comes out does not
-              depend on drafts at all, bit for bit. All leave the target's distribution as it is
+              depend on drafts at all, bit for bit. All leave the target's distribution as it is; "typical" does not,
+              and needs lossy=True
     """
 
     method: Method
@@ -34,6 +35,7 @@ class Speculate:
     length: int | None = None
     most: int = DEFAULT_MOST
     rule: Rule = "block"
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -45,6 +47,11 @@ class Speculate:
             )
         if self.rule not in RULES:
             raise OptionError(f"rule: expected {', '.join(RULES)}, got {self.rule!r}")
+        if (self.rule == "typical") != self.lossy:
+            raise OptionError(
+                f"rule: expected lossy=True with 'typical', which changes what is drawn, and with no other, got "
+                f"{self.rule!r} and lossy={self.lossy}"
+            )
         for name, value in (("length", self.length), ("most", self.most)):
             if value is not None and not (type(value) is int and 1 <= value <= MOST):
                 raise OptionError(f"{name}: expected 1 to {MOST} drafted tokens, got {value!r}")

@@ -78,8 +78,9 @@ class Speculator:
         )
 
     def _rule(self, request: Request) -> Rule:
-        is_coupled = request.params.is_greedy or request.params.seed is not None
-        return "equality" if is_coupled else self.rule
+        if request.params.is_greedy:
+            return "equality"
+        return self.rule if request.params.seed is None or self.rule == "typical" else "equality"
 
     def draft(self, chunks: Sequence[Chunk], asked: Sequence[Asked]) -> list[Chunk]:
         """The chunks with what was drafted for them."""
