@@ -126,30 +126,15 @@ def compile(
     with exit_codes(traceback), starting(show=True):
         from octavo.compiler.commands.compile import Choices, run
     with exit_codes(traceback):
-        run(
-            Choices(
-                model=model,
-                output=output,
-                target=target,
-                dtype=None if dtype is None else dtype.value,
-                page_size=page_size,
-                max_model_len=max_model_len,
-                max_batch_tokens=max_batch_tokens,
-                verify=verify.value,
-                dump=dump,
-                dump_weights=dump_weights,
-                resume_from=resume_from,
-                quantize=config,
-                calibration=calibration,
-                deterministic=deterministic,
-                carve=carve,
-                parallel=None if parallel is None else parallel_of(parallel),
-                trees=trees,
-                features=None if features is None else features.numbers,
-                draft_of=draft_of,
-                skip_layers=None if skip_layers is None else skip_layers.numbers,
-            )
-        )
+        choices = Choices(
+            model=model, output=output, target=target, dtype=None if dtype is None else dtype.value,
+            page_size=page_size, max_model_len=max_model_len, max_batch_tokens=max_batch_tokens,
+            verify=verify.value, dump=dump, dump_weights=dump_weights, resume_from=resume_from, quantize=config, calibration=calibration,
+            deterministic=deterministic, carve=carve, parallel=None if parallel is None else parallel_of(parallel),
+            trees=trees, features=None if features is None else features.numbers, draft_of=draft_of,
+            skip_layers=None if skip_layers is None else skip_layers.numbers,
+        )  # fmt: skip
+        run(choices)
 
 
 @app.command()

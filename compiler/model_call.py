@@ -39,13 +39,7 @@ def parts_as_ops(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 def caller_of(model: nn.Module, features: Sequence[int] | None) -> Caller:
     """The model's own call, with its logits and the hidden states that are asked for."""
     library = library_of(model)
-    if library is None:
-        call = _signature(model)
-    else:
-
-        def call(module: nn.Module, ids: Tensor, positions: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
-            return (library.call(module, ids, positions),)
-
+    call: Caller = _signature(model) if library is None else lambda *given: (library.call(*given[:3]),)
     if features is None:
         return call
     if reads_features(model):

@@ -31,11 +31,9 @@ class WideAttention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        heads, kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        sizes: Any = config  # it fills in what is not given
+        heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+        self.head_dim: int = sizes.head_dim
         width = config.hidden_size
         self.q_proj = nn.Linear(2 * width, heads * self.head_dim, bias=config.attention_bias)
         self.k_proj = nn.Linear(2 * width, kv_heads * self.head_dim, bias=config.attention_bias)

@@ -57,7 +57,7 @@ class CopyingDriver(RecordingDriver):
     """features_0 is what a token's features are, features_1 its id and the number of tokens; logits are ones."""
 
     def execute(self, launched: Launched) -> None:
-        values = dict(zip(NAMES, launched.parameters, strict=False))
+        values: dict[str, Any] = dict(zip(NAMES, launched.parameters, strict=False))
         tokens, rows = (struct.unpack("i", values[name])[0] for name in "TL")
 
         def view(name: str, dtype: str, count: int) -> NDArray[Any]:
