@@ -129,9 +129,10 @@ def compile(
         choices = Choices(
             model=model, output=output, target=target, dtype=None if dtype is None else dtype.value,
             page_size=page_size, max_model_len=max_model_len, max_batch_tokens=max_batch_tokens,
-            verify=verify.value, dump=dump, dump_weights=dump_weights, resume_from=resume_from, quantize=config, calibration=calibration,
-            deterministic=deterministic, carve=carve, parallel=None if parallel is None else parallel_of(parallel),
-            trees=trees, features=None if features is None else features.numbers, draft_of=draft_of,
+            verify=verify.value, dump=dump, dump_weights=dump_weights, resume_from=resume_from, quantize=config,
+            calibration=calibration, deterministic=deterministic, carve=carve, trees=trees, draft_of=draft_of,
+            parallel=None if parallel is None else parallel_of(parallel),
+            features=None if features is None else features.numbers,
             skip_layers=None if skip_layers is None else skip_layers.numbers,
         )  # fmt: skip
         run(choices)
