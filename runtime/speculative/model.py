@@ -34,6 +34,8 @@ class DraftModel:
     max_tokens    of one step of the draft model
     target_ids    (its vocabulary,) the target's id of each of its tokens; None: the same
     has_features  it reads the target's features
+    own_width     of its own features, if they have columns of their own behind the target's (EAGLE-3); 0: they stand
+                  in the target's place
     shares_pages  its pages are the target's own memory: what the target computed need not be computed again
     groups        for each of its page groups that of the target whose pages it uses
     """
@@ -43,6 +45,7 @@ class DraftModel:
     max_tokens: int
     target_ids: NDArray[np.int64] | None = None
     has_features: bool = False
+    own_width: int = 0
     shares_pages: bool = False
     groups: tuple[int, ...] = (0,)
 
@@ -98,6 +101,7 @@ class ModelProposer:
         if not self._model.has_features:
             return
         assert features is not None, "a head beside a target without features"
+        features = _beside_zeros(features, self._model.own_width, before=False)
         self._like, offset = features[:1], 0
         late = []
         for chunk in chunks:
@@ -175,11 +179,19 @@ class ModelProposer:
     def _deepen(self, steps: Sequence["_Next"]) -> None:
         """One step of the draft model, and a token of each draft."""
         logits = self._run([each.chunk for each in steps], 1, [each.features for each in steps])
-        made = self._model.runner.features
+        made = self._own_features()
         ends = np.cumsum([each.chunk.num_tokens for each in steps])
         for index, (each, end) in enumerate(zip(steps, ends.tolist(), strict=True)):
             each.drafting.add(logits[index], self._model.target_ids, self._model.vocab_size)
             each.drafting.features = None if made is None else made[end - 1 : end].copy()
+
+    def _own_features(self) -> Features | None:
+        """What the draft model made of its last step, as it reads it in the next."""
+        made = self._model.runner.features
+        if made is None or not self._model.own_width:
+            return made
+        assert self._like is not None, "the target ran no step"
+        return _beside_zeros(made, self._like.shape[1] - self._model.own_width, before=True)
 
     def _run(
         self, chunks: Sequence[Chunk], num_wanted: int, features: Sequence[Features | None]
@@ -194,6 +206,14 @@ class ModelProposer:
                 features=np.concatenate(rows) if rows else None,
             )
         )  # fmt: skip
+
+
+def _beside_zeros(features: Features, width: int, before: bool) -> Features:
+    """With so many columns of zeros in front, or behind."""
+    if not width:
+        return features
+    zeros = np.zeros((len(features), width), features.dtype)
+    return np.concatenate([zeros, features] if before else [features, zeros], axis=1)
 
 
 class _Next(NamedTuple):

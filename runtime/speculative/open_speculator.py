@@ -82,13 +82,15 @@ def _check(draft: Artifact, target: Artifact, runner: ModelRunner) -> None:
 def _beside(draft: Artifact, target: Artifact, runner: ModelRunner, num_threads: int | None) -> DraftModel:
     """A draft with pages of its own."""
     target_ids = _target_ids(draft, target)
-    if target_ids is None and draft.model.vocab_size != target.model.vocab_size:
+    num_heads = int(draft.manifest["provenance"].get("draft", {}).get("heads", 1))
+    if target_ids is None and draft.model.vocab_size != num_heads * target.model.vocab_size:
         # Rows of a head may be padded; ids below the smaller of both are the same tokens, if the tokenizers are.
         _check_tokenizers(draft, target)
-    has_features = _check_features(draft.program, target.program)
+    own_width = int(draft.manifest["provenance"].get("draft", {}).get("own_width", 0))
+    has_features = _check_features(draft.program, target.program, own_width)
     own = open_runner(draft, runner.num_pages, num_threads, num_host_pages=runner.num_host_pages)
     return DraftModel(
-        own, target.model.vocab_size, draft.model.max_batch_tokens, target_ids, has_features,
+        own, target.model.vocab_size, draft.model.max_batch_tokens, target_ids, has_features, own_width,
         groups=_groups(draft.program.page_windows, runner.page_windows),
     )  # fmt: skip
 
@@ -125,17 +127,18 @@ def _target_ids(draft: Artifact, target: Artifact) -> NDArray[np.int64] | None:
     return ids
 
 
-def _check_features(draft: Program, target: Program) -> bool:
-    """Whether the draft reads features; OptionError if the target does not make them."""
+def _check_features(draft: Program, target: Program, own_width: int) -> bool:
+    """Whether the draft reads features; OptionError if the target does not make them, but for the draft's own."""
     read = [buffer for buffer in draft.of_kind("input") if buffer.name == FEATURES]
     if not read:
         return False
     made = [(buffer.dtype, int(buffer.shape[1])) for buffer in target.hidden_states]
     width = sum(size for _, size in made)
-    if not made or made[0][0] != read[0].dtype or width != read[0].shape[1]:
+    wanted = int(read[0].shape[1]) - own_width
+    if not made or made[0][0] != read[0].dtype or width != wanted:
         got = f"{made[0][0]} of width {width}" if made else "none"
         raise OptionError(
-            f"speculate: the draft head reads features of its target, {read[0].dtype} of width {read[0].shape[1]}, and "
+            f"speculate: the draft head reads features of its target, {read[0].dtype} of width {wanted}, and "
             f"the target makes {got}; compile the target with features=..., of the head's layers, in the same dtype"
         )
     return True
