@@ -26,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from octavo.runtime.sampler import Sampled, draw, sample
+from octavo.runtime.chunk import Chunk
+from octavo.runtime.sampler import Sampled, draw
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.speculative import accept
 from octavo.runtime.speculative.draft import ROOT, Distribution, Draft
 from octavo.runtime.speculative.proposer import Asked
-from octavo.runtime.speculative.verify import Noise
+from octavo.runtime.speculative.verify import Noise, Verdict
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -207,27 +208,23 @@ def best_sibling_first(player: Player, asked: Asked) -> Draft:
     return draft if probs[0][one] >= probs[0][two] else Draft((two, one, behind), (ROOT, ROOT, 1), probs)
 
 
-def fresh_after_a_miss(chunk: Any, rows: Any) -> list[Sampled]:
+def fresh_after_a_miss(chunk: Chunk, rows: Any) -> list[Sampled]:
     """Coupled, but the token that differs from the draft is drawn once more."""
     taken = RIGHT_COUPLED(chunk, rows)
     if len(taken) <= len(chunk.draft):
         depth = len(taken) - 1
-        again = Noise(rows.key, len(chunk.branch.tokens), 0).residual(depth)
+        again = Noise(rows._key, len(chunk.branch.tokens), 0).residual(depth)
         taken[-1] = Sampled(draw(probabilities(rows.logits[depth], chunk.request.params), again))
     return taken
 
 
-def unprocessed_bonus(right: Any) -> Any:
-    """Behind the last draft the temperature is forgotten."""
-
-    def drawn(chunk: Any, rows: Any, *others: Any) -> list[Sampled]:
-        taken: list[Sampled] = right(chunk, rows, *others)
-        if len(taken) == len(chunk.draft) + 1:
-            bonus = rows.row(len(chunk.draft) - 1)._replace(params=HOT)
-            taken[-1:] = [each for each in sample(rows.logits[-1:], [bonus]) if isinstance(each, Sampled)]
-        return taken
-
-    return drawn
+def unprocessed_bonus(chunk: Chunk, rows: Any, verdict: Verdict) -> list[Sampled]:
+    """Behind the last draft the parameters are forgotten."""
+    taken = RIGHT_TOLD(chunk, rows, verdict)
+    if len(taken) == len(chunk.draft) + 1:
+        point = Noise(rows._key, len(chunk.branch.tokens), 0).plain(len(chunk.draft))
+        taken[-1] = Sampled(draw(probabilities(rows.logits[-1], HOT), point))
+    return taken
 
 
 def of_another_request(logits: Logits, params: SamplingParams) -> Distribution:
@@ -243,7 +240,7 @@ def without_maximum(logits: Logits, params: SamplingParams) -> Distribution:
     return result
 
 
-RIGHT_COUPLED = accept._coupled
+RIGHT_COUPLED, RIGHT_TOLD = accept._coupled, accept._told
 BIASES = (
     by_fault(RESIDUAL_IS_P, TOKENS),
     Bias("equality test, then a fresh sample", FIXED, replaced={"_coupled": fresh_after_a_miss}),
@@ -261,7 +258,7 @@ BIASES = (
         note="output stays right, fewer are accepted",
     ),
     by_fault(BONUS_TOO_EARLY, BLOCK),
-    Bias("bonus token without processing", CUT, replaced={"_drawn": unprocessed_bonus(accept._drawn)}),
+    Bias("bonus token without processing", CUT, replaced={"_told": unprocessed_bonus}),
     by_fault(TOKEN_RESIDUAL, BLOCK),
     by_fault(ALL_OR_NOTHING, TOKENS),
     Bias("temperature of another request", BATCH, replaced={"probabilities": of_another_request}),
