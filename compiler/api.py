@@ -285,15 +285,14 @@ def _judge(job: Job, whole: GraphModule, compiled: Compiled, reference: nn.Modul
     """Logits of the artifact: as the model's, or where it was made to compute something else, as those of its graph."""
     runner = compiled.runner(num_pages=64 * len(compiled.artifact.program.page_windows))
     carve = job.options.carve
+    # a graph makes its features without being asked
+    features = None if isinstance(reference, GraphModel) else job.options.features
     if job.options.quantize is None and (carve is None or carve.is_whole):
-        features = (
-            None if isinstance(reference, GraphModel) else job.options.features
-        )  # a graph has them as outputs
         check_whole_model(reference, compiled.artifact, runner, features)
     else:
         given = whole, job.settings.page_size
         moved = (GraphModel(*given, seed) for seed in (1, 2, 3))  # made only where they are asked
-        check_quantized_model(reference, GraphModel(*given), compiled.artifact, runner, moved)
+        check_quantized_model(reference, GraphModel(*given), compiled.artifact, runner, moved, features)
 
 
 def calibration_file(sequences: Sequence[Sequence[int]] | None) -> dict[str, bytes]:

@@ -38,6 +38,7 @@ UNREST = 2.0
 # What quantisation moves logits by where that is not to be seen, because the reference is quantised too.
 UNSEEN = 0.3
 LENGTHS, FIRST = (9, 14, 5), (4, 13, 5)
+Row = NDArray[np.float32]
 
 
 def check_whole_model(
@@ -79,20 +80,23 @@ def check_quantized_model(
     artifact: Artifact,
     runner: ModelRunner,
     moved: Iterable[nn.Module] = (),
+    features: Sequence[int] | None = None,
 ) -> float:
     """The rms error of a quantised artifact's logits beside its graph's, relative to these, or PassError.
 
     model  before it was quantised (or the quantised graph again, where nothing else is left)
     graph  as it is executed op by op
     moved  the graph with products that are off by roundings; run only where the artifact is further off than a share
+    features  as in check_whole_model: of these too the error is bounded, by UNREST shares of what quantisation did
     The mean KL divergence is bounded too: it is quadratic in the difference, so by the square of the share.
     """
     prompts = _prompts(artifact)
-    got = np.stack(_artifact_rows(prompts, artifact.program, runner).logits)
-    wanted = np.stack(_model_rows(graph, prompts).logits)
-    plain = np.stack(_model_rows(model, prompts).logits) if has_values(model) else wanted
+    artifacts, graphs = _artifact_rows(prompts, artifact.program, runner), _model_rows(graph, prompts)
+    models = _model_rows(model, prompts, features) if has_values(model) else graphs
+    got, wanted, plain = (np.stack(rows.logits) for rows in (artifacts, graphs, models))
     size = _rms(wanted)
     floor = BOUND.get(_dtype(artifact.program), BOUND["bf16"])
+    _check_features(artifacts.features, graphs.features, models.features, floor)
     noise = _rms(wanted - plain) / size
     error, bound = _rms(got - wanted) / size, max(floor, SHARE * (noise or UNSEEN))
     largest = float(np.abs(wanted).max())
@@ -116,15 +120,27 @@ def check_quantized_model(
     return error
 
 
+def _check_features(got: list[Row], wanted: list[Row], plain: list[Row], floor: float) -> None:
+    """Of a quantised artifact; raises PassError."""
+    if not got:
+        return
+    exact = np.stack(wanted)
+    size = _rms(exact)
+    error, noise = _rms(np.stack(got) - exact) / size, _rms(exact - np.stack(plain)) / size
+    bound = UNREST * max(floor, SHARE * (noise or UNSEEN))
+    if not error <= bound:
+        raise PassError(
+            f"verify: features of the artifact differ from its quantised graph's by {error:.2e} of their rms, bound "
+            f"{bound:.1e}: quantisation moved them by {noise:.2e}; a kernel or the memory plan is at fault"
+        )
+
+
 @dataclass(frozen=True)
 class _Prompt:
     """ids (T,), and of a draft head features (T, F), fp32 numbers that the program's dtype holds."""
 
     ids: NDArray[np.int64]
     features: NDArray[np.float32] | None
-
-
-Row = NDArray[np.float32]
 
 
 class _Rows(NamedTuple):

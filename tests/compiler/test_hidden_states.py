@@ -19,7 +19,7 @@ from octavo.compiler.graph_model import GraphModel
 from octavo.compiler.hidden_states import decoder_layers, resolve_features
 from octavo.compiler.options import CompileOptions
 from octavo.compiler.pipeline import Settings, lower
-from octavo.compiler.whole_model import check_whole_model
+from octavo.compiler.whole_model import check_quantized_model, check_whole_model
 from octavo.runtime.features import wide
 from octavo.runtime.model_runner import NativeRunner
 
@@ -125,6 +125,11 @@ def test_programs_hand_out_those_of_every_token_of_a_step() -> None:
     check_whole_model(tiny("llama"), made.artifact, large, features)
     with pytest.raises(PassError, match="verify: features of the artifact differ from the model's by 2"):
         check_whole_model(tiny("llama"), made.artifact, Wrong(large), features)
+    lowered = lower(capture(tiny("llama"), features), CompileOptions(verify="off"), Settings(4, 48))
+    given = tiny("llama"), GraphModel(lowered.graph_module, 4), made.artifact
+    check_quantized_model(*given, large, features=features)
+    with pytest.raises(PassError, match="verify: features of the artifact differ from its quantised graph's"):
+        check_quantized_model(*given, Wrong(large), features=features)
 
 
 def test_programs_without_them_hand_out_none() -> None:
