@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.compiler.resume import resume as resume
     from octavo.runtime.sampling_params import SamplingParams as SamplingParams
     from octavo.runtime.sampling_params import Structured as Structured
+    from octavo.runtime.speculative.options import Speculate as Speculate
 
 # public name -> the module that defines it; `errors` is the module itself
 _HOME = {
@@ -35,12 +36,14 @@ _HOME = {
     "Parallel": "octavo.compiler.options",
     "QuantConfig": "octavo.compiler.options",
     "SamplingParams": "octavo.runtime.sampling_params",
+    "Speculate": "octavo.runtime.speculative.options",
     "Structured": "octavo.runtime.sampling_params",
     "errors": "octavo.compiler.errors",
 }
 
 __all__ = [
-    "CarveConfig", "CompileOptions", "Compiled", "Parallel", "QuantConfig", "SamplingParams", "Structured",
+    "CarveConfig", "CompileOptions", "Compiled", "Parallel", "QuantConfig", "SamplingParams", "Speculate",
+    "Structured",
     "__version__", "backend_report", "check", "compile", "errors", "load", "load_model", "resume",
 ]  # fmt: skip
 
