@@ -246,6 +246,9 @@ class Engine:
         finally:
             self.stats.seconds += time.perf_counter() - began
             self.stats.num_preemptions = self.scheduler.stats.num_preemptions
+            if self.speculator is not None:
+                figures = self.speculator.figures
+                self.stats.drafted_tokens, self.stats.accepted_tokens = figures.drafted, figures.accepted
         if not self.scheduler.requests:
             assert self.memory.pool.num_free == self.memory.pool.capacity, "pages are held at idle"
         return tokens

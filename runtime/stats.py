@@ -16,6 +16,7 @@ class EngineStats:
     prompt_tokens    of requests whose first token was generated
     computed_tokens  all that went through the model, with what preemption made it compute again; prefill_tokens
                      of them were not the newest token of an answer
+    drafted_tokens   by a proposer, verified; accepted_tokens of them were kept
     """
 
     num_steps: int = 0
@@ -24,6 +25,8 @@ class EngineStats:
     computed_tokens: int = 0
     prefill_tokens: int = 0
     num_preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     seconds: float = 0.0
 
     @property
@@ -71,6 +74,8 @@ class Snapshot:
     generated_tokens: int
     prefill_tokens: int
     seconds: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def held_pages(self) -> int:
@@ -129,6 +134,8 @@ def take_snapshot(scheduler: Scheduler, stats: EngineStats, page_bytes: int) -> 
         generated_tokens=stats.generated_tokens,
         prefill_tokens=stats.prefill_tokens,
         seconds=stats.seconds,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
     )
 
 
@@ -188,6 +195,7 @@ def prometheus_text(snapshot: Snapshot) -> str:
     requests = {"running": s.num_running, "waiting": s.num_waiting, "swapped": s.num_swapped}
     preemptions = {"swap": s.num_swaps, "recompute": s.num_preemptions - s.num_swaps}
     tokens = {"generated": s.generated_tokens, "prefill": s.prefill_tokens}
+    drafts = {"drafted": s.drafted_tokens, "accepted": s.accepted_tokens}
     pages = {state.value: count for state, count in s.pages.items()}
     slots_of_host = {state.value: count for state, count in s.host_pages.items()}
     families = [
@@ -207,6 +215,7 @@ def prometheus_text(snapshot: Snapshot) -> str:
             "evictions_total", "counter", "Cached pages that were taken for new tokens.", s.num_evictions
         ),
         _family("tokens_total", "counter", "Tokens generated, and computed before that.", tokens, "kind"),
+        _family("draft_tokens_total", "counter", "Drafted tokens, and those accepted.", drafts, "kind"),
         _family("steps_total", "counter", "Steps that ran.", s.num_steps),
         _family("step_seconds_total", "counter", "Seconds spent in steps.", s.seconds),
     ]

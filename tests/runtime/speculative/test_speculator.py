@@ -15,6 +15,7 @@ from octavo.runtime.speculative.model import DraftModel, ModelProposer
 from octavo.runtime.speculative.policy import FixedLength
 from octavo.runtime.speculative.proposer import Proposer
 from octavo.runtime.speculative.speculator import Speculator
+from octavo.runtime.stats import prometheus_text
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [23, 24], [1, 2, 3]]
 ALL: dict[str, SamplingParams] = {
@@ -86,6 +87,9 @@ def test_right_drafts_save_steps_and_are_counted() -> None:
     figures = engine.speculator.figures
     assert (figures.rounds, figures.drafted, figures.accepted, figures.emitted) == (2, 8, 8, 10)
     assert figures.acceptance == (1.0,) * 4 and figures.mean_emitted == 5.0
+    snapshot = engine.snapshot()
+    assert (snapshot.drafted_tokens, snapshot.accepted_tokens) == (8, 8)
+    assert 'octavo_draft_tokens_total{kind="accepted"} 8' in prometheus_text(snapshot)
 
 
 def test_acceptance_is_counted_by_depth() -> None:
