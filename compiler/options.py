@@ -150,7 +150,7 @@ class CompileOptions:
     parallel        how the program is spread over ranks
     carve           how FFNs are cut into experts, or None
     trees           steps may hold trees of drafts: several continuations of a request, verified at once
-    features        hidden states as outputs too: 0 the embeddings, i of layer i, -1 what the last product reads; or None
+    features        hidden states as outputs too: 0 the embeddings, i of layer i, -1 what the last product reads
     """
 
     target: str = "cpu"
