@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from torch import nn
 
 from octavo.compiler import api
 from octavo.compiler.commands.compile import load
@@ -77,7 +78,8 @@ def train(
 ) -> tuple[Acceptance, int]:
     """How good the saved head is, and of how many tokens it learnt."""
     dtype = logits_of(loaded.model).weight.dtype
-    model = loaded.model.float()
+    # Not model.float(): transformers refuses that for what it read from a .gguf file, which is plain numbers by then.
+    model = nn.Module.float(loaded.model)
     compiled = _compile(loaded, bars)
     encoded = encode_prompts(compiled, prompts)
     total = choices.minutes * 60
