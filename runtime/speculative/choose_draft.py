@@ -46,6 +46,9 @@ class Drafting:
         Where nothing that the draft model knows may follow, the chain ends.
         """
         request, state = self.asked.request, self.asked.branch.state
+        if not np.isfinite(logits.max()):  # a broken draft model drafts nothing; the target is asked as ever
+            self.is_stuck = True
+            return
         if state is None and request.params.is_greedy:
             row = logits if target_ids is not None else logits[:vocab_size]
             best = int(row.argmax())

@@ -16,7 +16,9 @@ class Draft:
 
     token_ids  (N,)
     parents    (N,) the node before each, below its own place; ROOT: the newest token. A chain is ROOT, 0, 1, ...
-               The most probable path comes first: of a path that is accepted, what lies in order is not computed again
+               The most probable path comes first: of a path that is accepted, what lies in order is not computed again.
+               Siblings that were drawn stay in the order in which they were, equal ones too: what is moved or dropped
+               by its value is missing from the distribution
     probs      (N,) the distribution (vocab,) that each token was really drawn from, after all processing; None: it was
                drawn from none, but chosen by a rule that looks at nothing random (argmax, n-gram, grammar)
     is_without_replacement  siblings with probs were drawn one after another, each from what the others left, so that

@@ -37,9 +37,8 @@ class Forced:
         drafts = [self._forced(each) for each in asked]
         if self._inner is None:
             return drafts
-        others = iter(
-            self._inner.propose([a for a, draft in zip(asked, drafts, strict=True) if not len(draft)])
-        )
+        free = [each for each, draft in zip(asked, drafts, strict=True) if not len(draft)]
+        others = iter(self._inner.propose(free) if free else ())
         return [draft if len(draft) else next(others) for draft in drafts]
 
     def _forced(self, asked: Asked) -> Draft:

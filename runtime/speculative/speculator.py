@@ -16,7 +16,7 @@ from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import RandomKey, Sampled
 from octavo.runtime.speculative.accept import Rule, accept
 from octavo.runtime.speculative.acceptance import accepted_nodes
-from octavo.runtime.speculative.draft import NO_DRAFT
+from octavo.runtime.speculative.draft import NO_DRAFT, ROOT
 from octavo.runtime.speculative.figures import Figures
 from octavo.runtime.speculative.policy import Policy
 from octavo.runtime.speculative.proposer import Asked, Proposer
@@ -97,6 +97,9 @@ class Speculator:
         for each, draft in zip(asked, drafts, strict=True):
             assert len(draft) <= each.most, (
                 f"{self.proposer.name}: {len(draft)} drafts, {each.most} were asked for"
+            )
+            assert all(ROOT <= parent < node for node, parent in enumerate(draft.parents)), (
+                f"{self.proposer.name}: a node does not lie behind its parent: {draft.parents}"
             )
             self._rounds[each.branch] = each.round + 1
         branches = [each.branch for each in asked]

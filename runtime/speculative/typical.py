@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from octavo.runtime.speculative.draft import ROOT, Draft
+from octavo.runtime.speculative.draft import ROOT, Distribution, Draft
 from octavo.runtime.speculative.verify import Target, Verdict
 
 # A token is kept if p > min(HARD, SOFT * exp(-entropy)); those of Medusa (Cai et al. 2024, section 2.3.1).
@@ -22,9 +22,14 @@ def verify_typical(draft: Draft, target: Target, choose: Callable[[int], int]) -
         p = target(node)
         positive = p[p > 0]
         bound = min(HARD, SOFT * float(np.exp((positive * np.log(positive)).sum())))
-        kept = [child for child in children if p[draft.token_ids[child]] > bound]
+        kept = [child for child in children if _probability(p, draft.token_ids[child]) > bound]
         if not kept:
             break
         node = kept[0]
         path.append(node)
     return Verdict(tuple(path), choose(node))
+
+
+def _probability(p: Distribution, token_id: int) -> float:
+    """0 for what is no token of the target's."""
+    return float(p[token_id]) if 0 <= token_id < len(p) else 0.0

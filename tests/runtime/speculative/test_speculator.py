@@ -12,7 +12,7 @@ from octavo.runtime.request import Completion
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.speculative.accept import Rule
 from octavo.runtime.speculative.model import DraftModel, ModelProposer
-from octavo.runtime.speculative.policy import FixedLength
+from octavo.runtime.speculative.policy import Adaptive, FixedLength
 from octavo.runtime.speculative.proposer import Proposer
 from octavo.runtime.speculative.speculator import Speculator
 from octavo.runtime.stats import prometheus_text
@@ -208,6 +208,17 @@ def test_a_draft_model_knows_few_of_the_targets_tokens() -> None:
     assert answers(engine, ALL["cut"]) == answers(engine_with(None), ALL["cut"])
     figures = engine.speculator.figures if engine.speculator else None
     assert figures is not None and 0 < figures.accepted < figures.drafted
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalties"])
+def test_a_broken_draft_model_only_drafts_nothing(kind: str) -> None:
+    class Broken(FakeRunner):
+        def _logits(self, history: list[int]) -> Any:
+            return np.full(50, np.nan, np.float32)
+
+    speculator = Speculator(draft_model(Broken(60, 4)), Adaptive(4, lambda counts: 1 + 0.01 * counts))
+    engine = Engine(FakeRunner(60, 4), make_model(), speculator=speculator, seed=1)
+    assert answers(engine, ALL[kind]) == answers(engine_with(None), ALL[kind])
 
 
 def test_trees_need_no_more_room_than_their_masks() -> None:
