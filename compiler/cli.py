@@ -216,18 +216,9 @@ def run(
             raise OptionError(f"draft-length: expected --speculate beside it, got {draft_length} alone")
         drafting = None if speculate is None else speculate_of(speculate, draft_length)
         params = SamplingParams(
-            max_tokens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            stop=tuple(stop or ()),
-            n=n,
-            beam_width=beam_width,
-            repetition_penalty=repetition_penalty,
-            structured=read_structured(json_schema, regex),
-        )
+            max_tokens, temperature, top_k, top_p, min_p, seed, stop=tuple(stop or ()), n=n, beam_width=beam_width,
+            repetition_penalty=repetition_penalty, structured=read_structured(json_schema, regex),
+        )  # fmt: skip
         run(Choices(artifact, prompt, prompts_file, chat, system, params, stats, dispatcher, drafting))
 
 
