@@ -158,9 +158,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens that reach p together.")] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Keep tokens of at least p times the best's probability.")
-    ] = 0.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens of at least p times the best's share.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
     n: Annotated[int, typer.Option("--n", help="Answers; they share the prompt's pages.")] = 1,
