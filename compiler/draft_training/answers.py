@@ -29,11 +29,13 @@ class Job(NamedTuple):
 
 
 def jobs(num_prompts: int) -> list[Job]:
-    """Rounds over all prompts in random order, greedy first. Held-out prompts are answered once."""
+    """Rounds over all prompts in random order, greedy first. Held-out prompts are answered once, before all others, so
+    that even little time brings some of both."""
     found: list[tuple[int, float]] = []
     for number, temperature in enumerate((*TEMPERATURES, *TEMPERATURES[1:] * 6)):
         asked = [prompt for prompt in range(num_prompts) if number == 0 or not is_held_out(prompt)]
         random.Random(number).shuffle(asked)
+        asked.sort(key=lambda prompt: not is_held_out(prompt))
         found += [(prompt, temperature) for prompt in asked]
     return [Job(number, *job) for number, job in enumerate(found)]
 

@@ -31,6 +31,7 @@ def test_jobs_ask_held_out_prompts_once() -> None:
     assert [job.number for job in made] == list(range(len(made)))
     assert sorted(job.prompt for job in made[:12]) == list(range(12))
     assert all(job.temperature == 0 for job in made[:12])
+    assert [is_held_out(job.prompt) for job in made[:4]] == [True, True, False, False]
     later = [job for job in made[12:]]
     assert later and not any(is_held_out(job.prompt) or job.temperature == 0 for job in later)
     assert jobs(12) == made
