@@ -135,7 +135,8 @@ def train(
 ) -> float:  # fmt: skip
     """AdamW on random windows, for so long; returns the last steps' mean loss."""
     optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    generator, began, losses = torch.Generator().manual_seed(0), time.monotonic(), []
+    generator, began = torch.Generator().manual_seed(0), time.monotonic()
+    losses: list[float] = []
     while (share := (time.monotonic() - began) / (60 * minutes)) < 1:
         progress("of the time", int(100 * share), 100)
         for group in optimizer.param_groups:
@@ -143,7 +144,7 @@ def train(
         starts = torch.randint(0, len(text) - WINDOW, (BATCH,), generator=generator)
         loss = loss_of(torch.stack([text[start : start + WINDOW] for start in starts.tolist()]))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))

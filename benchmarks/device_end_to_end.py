@@ -103,6 +103,10 @@ class Recorder:
         self.page_bytes, self.move_pages = runner.page_bytes, runner.move_pages
         self.first = np.zeros(0)
 
+    @property
+    def features(self) -> Any:
+        return self.runner.features
+
     def run(self, batch: Any) -> Any:
         logits = self.runner.run(batch)
         if self.first.size == 0:

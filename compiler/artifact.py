@@ -37,7 +37,7 @@ from octavo.compiler.weights import MappedWeight, Weight, map_weights, write_wei
 FORMAT_VERSION = 1
 PROGRAM, WEIGHTS = "program.json", "weights.safetensors"
 TYPES = "types.json"  # of a quantised artifact: weight -> which part of which value it holds
-STEP_TIMES = "step_times.json"  # seconds of a step by its tokens, measured or predicted: what speculation weighs
+STEP_TIMES = "step_times.json"  # seconds of a step by its tokens, which speculation weighs
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 

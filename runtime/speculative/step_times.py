@@ -50,9 +50,12 @@ def read_step_times(text: str, where: str = STEP_TIMES) -> Curve:
         tokens, seconds = (np.array(table[name], np.float64) for name in ("tokens", "seconds"))
     except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(f"{where}: expected tokens and seconds as lists, got: {error!r}") from None
-    is_good = tokens.ndim == 1 and tokens.shape == seconds.shape and len(tokens) > 0
-    is_good = is_good and np.isfinite(seconds).all() and (seconds > 0).all()
-    if not is_good or tokens[0] < 1 or (np.diff(tokens) <= 0).any():
+    is_table = tokens.ndim == 1 and tokens.shape == seconds.shape and len(tokens) > 0
+    if (
+        not (is_table and np.isfinite(seconds).all() and (seconds > 0).all())
+        or tokens[0] < 1
+        or (np.diff(tokens) <= 0).any()
+    ):
         raise ArtifactError(
             f"{where}: expected as many positive seconds as ascending tokens from 1, got {table['tokens']!r:.80} and "
             f"{table['seconds']!r:.80}; compile again"
@@ -61,7 +64,9 @@ def read_step_times(text: str, where: str = STEP_TIMES) -> Curve:
     slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2]) if len(tokens) > 1 else 0.0
 
     def curve(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.interp(counts, tokens, seconds) + np.maximum(counts - tokens[-1], 0) * slope
+        beyond = np.maximum(counts - tokens[-1], 0) * slope
+        result: NDArray[np.float64] = np.interp(counts, tokens, seconds) + beyond
+        return result
 
     return curve
 
@@ -145,7 +150,8 @@ class Times:
         asked = self._place(counts)
         # Beyond the ends: in proportion to the curve.
         below, above = np.minimum(asked / places[0], 1.0), np.maximum(asked / places[-1], 1.0)
-        return np.interp(asked, places, seconds) * below * above
+        result: NDArray[np.float64] = np.interp(asked, places, seconds) * below * above
+        return result
 
     def _place(self, counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """The curve, tilted a little, so that where it is flat times are straight between two sizes."""

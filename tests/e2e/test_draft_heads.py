@@ -87,7 +87,8 @@ def test_a_head_drafts_what_its_module_does_and_changes_no_answer(name: str, tmp
 def watched(engine: Engine) -> list[tuple[list[int], Draft]]:
     """Every draft from now on, with the tokens that it follows."""
     assert engine.speculator is not None
-    proposer, seen = engine.speculator.proposer, []
+    proposer = engine.speculator.proposer
+    seen: list[tuple[list[int], Draft]] = []
     propose = proposer.propose
 
     def watch(asked: list[Asked]) -> list[Draft]:

@@ -9,7 +9,7 @@ from stages import BF16, FP32
 import octavo
 from octavo.compiler.eager_runner import EagerRunner
 from octavo.compiler.options import QuantConfig
-from octavo.compiler.whole_model import _artifact_logits, _prompts
+from octavo.compiler.whole_model import _artifact_rows, _prompts
 
 CONFIGS = (
     QuantConfig("nvfp4"),
@@ -35,6 +35,8 @@ def test_host_program_equals_the_quantised_graph(config: QuantConfig, dtype: tor
         verify="off",
     )
     prompts = _prompts(compiled.artifact)
-    got = np.stack(_artifact_logits(prompts, compiled.runner(num_pages=64)))
-    wanted = np.stack(_artifact_logits(prompts, EagerRunner(compiled.artifact, 64)))
+    runners = (compiled.runner(num_pages=64), EagerRunner(compiled.artifact, 64))
+    got, wanted = (
+        np.stack(_artifact_rows(prompts, compiled.artifact.program, runner).logits) for runner in runners
+    )
     assert np.abs(got - wanted).max() <= BOUND[dtype] * np.abs(wanted).max()

@@ -23,7 +23,7 @@ from octavo.compiler.compiled import Compiled
 from octavo.compiler.eager_runner import EagerRunner
 from octavo.compiler.errors import CheckpointError
 from octavo.compiler.options import QuantConfig
-from octavo.compiler.whole_model import _artifact_logits, _prompts
+from octavo.compiler.whole_model import _artifact_rows, _prompts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -177,7 +177,8 @@ def test_what_is_searched_gives_the_same_logits(tmp_path: Path) -> None:
     second = again(exported(first, tmp_path / "hf", tiny("llama")))
     step = _prompts(first.artifact)
     ours, theirs = (
-        np.stack(_artifact_logits(step, EagerRunner(one.artifact, 64))) for one in (first, second)
+        np.stack(_artifact_rows(step, one.artifact.program, EagerRunner(one.artifact, 64)).logits)
+        for one in (first, second)
     )
     assert np.array_equal(ours, theirs)
 
