@@ -64,7 +64,7 @@ class _Progress:
 
     def settle(self, tokens: Sequence[int]) -> None:
         """What was accepted of the last draft need not be computed again."""
-        following = tokens[self.num_tokens : self.num_tokens + len(self.drafted)]
+        following = tokens[self.num_tokens : -1][: len(self.drafted)]  # the newest is asked what follows it
         for ours, theirs in zip(self.drafted, following, strict=False):
             if ours != theirs:
                 break

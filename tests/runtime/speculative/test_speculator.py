@@ -11,6 +11,7 @@ from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.request import Completion
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.speculative.accept import Rule
+from octavo.runtime.speculative.draft import Draft
 from octavo.runtime.speculative.model import DraftModel, ModelProposer
 from octavo.runtime.speculative.policy import Adaptive, FixedLength
 from octavo.runtime.speculative.proposer import Proposer
@@ -183,6 +184,22 @@ def test_a_draft_model_follows_the_targets_pages(kind: str, max_tokens: int) -> 
     assert answers(engine, ALL[kind]) == answers(engine_with(None), ALL[kind])
     figures = engine.speculator.figures if engine.speculator else None
     assert figures is not None and 0.2 < figures.accepted / figures.drafted < 0.95
+
+
+class Cut(FixedLength):
+    """Asks for more than it lets through: what follows a cut draft may be what was drafted."""
+
+    def trim(self, branches: Any, drafts: Any, num_known: int) -> list[Draft]:
+        return [draft.first(1) for draft in drafts]
+
+
+def test_a_draft_that_is_cut_may_go_on_as_it_was_drafted() -> None:
+    engine = Engine(
+        FakeRunner(60, 4), make_model(), speculator=Speculator(draft_model(FakeRunner(60, 4)), Cut(4))
+    )
+    assert answers(engine, ALL["greedy"]) == answers(engine_with(None), ALL["greedy"])
+    figures = engine.speculator.figures if engine.speculator else None
+    assert figures is not None and figures.accepted == figures.drafted == figures.rounds > 0
 
 
 @pytest.mark.parametrize("pages", [{"num_pages": 11}, {"num_pages": 11, "runner": {"num_host_pages": 8}}])
