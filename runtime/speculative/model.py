@@ -69,7 +69,6 @@ class _Progress:
             if ours != theirs:
                 break
             self.num_tokens += 1
-        self.drafted = ()
 
 
 class ModelProposer:
@@ -122,11 +121,16 @@ class ModelProposer:
         if branch not in self._progress:
             self._progress[branch] = _Progress(branch.table.num_tokens)
         progress = self._progress[branch]
-        progress.settle(branch.tokens)
         if self._model.shares_pages:
             progress.num_tokens = branch.table.num_tokens
-        else:
-            progress.num_tokens = min(progress.num_tokens, self._filled.count(branch.table))
+            return progress
+        before = progress.num_tokens
+        progress.num_tokens = min(before, self._filled.count(branch.table))
+        if progress.num_tokens == before:
+            progress.settle(branch.tokens)
+        if progress.num_tokens > before:
+            self._filled.fill(branch.table, before, progress.num_tokens)
+        progress.drafted = ()
         return progress
 
     def _spans(self, branch: Branch, end: int) -> list[tuple[int, int]]:
@@ -157,7 +161,9 @@ class ModelProposer:
             for first in range(0, len(growing), self._model.max_tokens):
                 self._deepen([_Next.behind(each) for each in growing[first : first + self._model.max_tokens]])
         for each in draftings:
-            self._progress[each.asked.branch].drafted = tuple(each.token_ids[:-1])
+            # A head computes accepted tokens again: the target's features tell it more than its own did.
+            fed = () if self._model.has_features else each.token_ids[:-1]
+            self._progress[each.asked.branch].drafted = tuple(fed)
         return [each.finish() for each in draftings]
 
     def _caught_up(self, draftings: Sequence[Drafting]) -> list[list["_Next"]]:

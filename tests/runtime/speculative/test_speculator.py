@@ -202,6 +202,14 @@ def test_a_draft_that_is_cut_may_go_on_as_it_was_drafted() -> None:
     assert figures is not None and figures.accepted == figures.drafted == figures.rounds > 0
 
 
+def test_accepted_tokens_are_not_computed_again_by_the_draft_model() -> None:
+    runner = FakeRunner(60, 4)
+    engine = engine_with(draft_model(runner))
+    engine.generate(PROMPTS[:1], ALL["greedy"])
+    # the prompt and the first token; 3 drafted ones alone; the last draft and the newest, 3 again
+    assert [batch["T"] for batch in runner.batches] == [4, 1, 1, 1, 2, 1, 1, 1]
+
+
 @pytest.mark.parametrize("pages", [{"num_pages": 11}, {"num_pages": 11, "runner": {"num_host_pages": 8}}])
 def test_a_draft_model_follows_requests_that_give_way(pages: dict[str, Any]) -> None:
     """Its pages hold garbage where the target's were new, so a slot that is taken for filled would show."""
