@@ -201,7 +201,8 @@ def law(paths: tuple[Artifact, Path], text: Tensor, draws: int, progress: Report
         counts.append(Counter(answer.token_ids[1:] for answer in answers))
     common = [pair for pair, count in (counts[0] + counts[1]).items() if count >= 20]
     rows = [[own[pair] for pair in common] + [draws - sum(own[pair] for pair in common)] for own in counts]
-    return float(chi2_contingency(rows).pvalue)
+    result: Any = chi2_contingency(rows)
+    return float(result.pvalue)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ def test_times_of_steps_come_into_the_artifact(id_artifact: Path, tmp_path: Path
     shutil.copytree(id_artifact, path)
     before = Artifact.open(path)
     turns: list[int] = []
-    table = measure_steps(before, lambda _, done, __: turns.append(done))
+
+    def progress(name: str, done: int, total: int) -> None:
+        turns.append(done)
+
+    table = measure_steps(before, progress)
     assert (
         table["tokens"] == list(PROFILED_TOKENS)
         and min(table["seconds"]) > 0

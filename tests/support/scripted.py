@@ -1,11 +1,13 @@
 """Proposers without sense or state, for the fake model of fake_runner."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from fake_runner import VOCAB_SIZE, logits_of
+from numpy.typing import NDArray
 
+from octavo.runtime.batch import Batch
+from octavo.runtime.chunk import Chunk
 from octavo.runtime.page_moves import Move
 from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.sampler import DRAFT_STREAM, draw, random_bits
@@ -31,7 +33,7 @@ class Scripted:
     def move_pages(self, moves: Sequence[Move]) -> None:
         pass
 
-    def observe(self, *_: Any) -> None:
+    def observe(self, chunks: Sequence[Chunk], batch: Batch, features: NDArray[np.generic] | None) -> None:
         pass
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:
