@@ -98,10 +98,9 @@ def main() -> None:
     methods: list[tuple[str, Speculate | None]] = [("plain", None)]
     for text in options.methods:
         chosen = f"self={draft}" if text == "self" else text
-        methods.append((text, speculate_of(chosen, options.length)))
-    params = SamplingParams(
-        max_tokens=options.tokens, temperature=options.temperature, ignore_eos=True, seed=1
-    )
+        how, _, path = text.partition("=")
+        methods.append((f"{how}={Path(path).stem}" if path else how, speculate_of(chosen, options.length)))
+    params = SamplingParams(max_tokens=options.tokens, temperature=options.temperature, seed=1)
     with progress_bars() as bars:
         found = measure(target, methods, params, options.rounds, options.kinds, bars("prompts"))
     show(found, [name for name, _ in methods], options)
@@ -118,7 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--length", type=int, help="drafted tokens of a round; default: as the policy chooses"
     )
-    parser.add_argument("--tokens", type=int, default=128, help="generated tokens of a prompt (default: 128)")
+    parser.add_argument("--tokens", type=int, default=192, help="most tokens of an answer (default: 192)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     return parser.parse_args()
@@ -188,7 +187,7 @@ def add(runs: Runs, plain_s: float, seconds: float, num_tokens: int, figures: Fi
 
 
 def show(found: dict[str, dict[str, Runs]], names: Sequence[str], options: argparse.Namespace) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=160)
     table = plain_table(
         "text", "method", "tokens/s", "times plain", "spread", "tokens a round", "accepted by depth", "draft", "target",
         "verify", "no drafts", "differ", left=("text", "method", "accepted by depth"),
@@ -199,7 +198,8 @@ def show(found: dict[str, dict[str, Runs]], names: Sequence[str], options: argpa
     length = options.length or "as the policy chooses"
     console.print(
         titled(
-            f"{options.tokens} tokens an answer, drafts: {length}; medians of {options.rounds} rounds", table
+            f"at most {options.tokens} tokens an answer, drafts: {length}; medians of {options.rounds} rounds",
+            table,
         )
     )
 
