@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from json_tokenizer import tokenizer
+from tokenizers import Tokenizer, models
 
 from octavo.compiler.artifact import ModelInfo
 from octavo.compiler.errors import ExecutionError, MissingDependencyError, RequestError
@@ -19,24 +20,7 @@ from octavo.runtime.token_state import new_token_state
 from octavo.runtime.tokenizer import FileTokenizer
 
 END = 0
-TEXT = '{"name": "Ann", "age": 31, "tags": ["a", "b"], "ok": true, "none": null, "size": -1.5e3} no yes 2026-11-30'
 PADDING = 7  # rows of a model's logits that are no tokens
-
-
-@cache
-def tokenizer(num_merges: int = 150) -> FileTokenizer:
-    """Bytes and what is frequent in JSON, over the borders of its parts: `": "`, `", "`, `},`."""
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=257 + num_merges,
-        special_tokens=["<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator([TEXT[start:end] for start in range(40) for end in range(50, 80)], trainer)
-    return FileTokenizer(library.to_str())
 
 
 @cache

@@ -34,7 +34,9 @@ class FakeRunner:
         page_size: int,
         num_host_pages: int = 0,
         windows: tuple[int | None, ...] = (None,),
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
+        self.vocab_size = vocab_size
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_host_pages = num_host_pages
@@ -75,7 +77,7 @@ class FakeRunner:
             history = max(seen, key=len)
             assert all(history[-len(each) :] == each for each in seen), "groups hold different tokens"
             rows.append(self._logits(history))
-        return np.array(rows, np.float32).reshape(len(rows), VOCAB_SIZE)
+        return np.array(rows, np.float32).reshape(len(rows), self.vocab_size)
 
     def _path(self, batch: Batch, request: int, row: int) -> list[int]:
         """What a token of a tree sees: the request's tokens before the step, then those of its mask."""
