@@ -257,9 +257,9 @@ class Engine:
         """A request's new tokens; ends a branch if its text says so, and forgets a request once it ended."""
         tokens = output.show()
         request = output.request
+        self.stats.generated_tokens -= output.num_dropped()
         stopped = output.stopped()
         for branch in stopped:
-            self.stats.generated_tokens -= output.num_behind_stop(branch)
             self.scheduler.finish_branch(request, branch, "stop")
         if stopped and request.params.is_ranked:
             tokens += output.show()

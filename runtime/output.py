@@ -20,6 +20,7 @@ class BranchOutput:
     tokenizer: Tokenizer | None
     num_shown: int = 0
     is_stopped: bool = False
+    is_counted: bool = False
     _decoder: IncrementalDecoder | None = field(init=False)
     _finder: StopFinder = field(init=False)
 
@@ -103,9 +104,13 @@ class Output:
             if output.branch.finish_reason is None and output.is_stopped
         ]
 
-    def num_behind_stop(self, branch: Branch) -> int:
-        """Tokens of a stopped branch that come after the one that completed its stop string."""
-        return len(branch.tokens) - self.request.prompt_len - self._output(branch).num_shown
+    def num_dropped(self) -> int:
+        """Tokens that came with the one that completed a stop string, and after it; each counts once."""
+        outputs = [output for output in self._outputs.values() if output.is_stopped and not output.is_counted]
+        for output in outputs:
+            output.is_counted = True
+        ends = [len(output.branch.tokens) - self.request.prompt_len for output in outputs]
+        return sum(end - output.num_shown for end, output in zip(ends, outputs, strict=True))
 
     def show_abort(self) -> None:
         """Tell the reader that nothing more will come."""

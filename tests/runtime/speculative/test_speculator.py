@@ -122,6 +122,35 @@ def right_tokens(prompt: list[int], count: int) -> list[int]:
     return history[len(prompt) :]
 
 
+class Letters:
+    """Token i is a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("A") for letter in text]
+
+    def decode(self, token_ids: Any) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+@pytest.mark.parametrize("name", ["right", "half", "off_the_first_path"])
+def test_stop_strings_cut_where_they_cut_without_drafts(name: str) -> None:
+    """At every place of the answer, over the borders of rounds too; nothing behind counts as generated."""
+    text = Letters().decode(right_tokens([4], 20))
+    for start in range(12):
+        for length in (1, 2, 5):
+            params = SamplingParams(max_tokens=20, stop=(text[start : start + length],), logprobs=1)
+            engines = [
+                Engine(
+                    FakeRunner(60, 4), make_model(), Letters(),
+                    speculator=None if proposer is None else Speculator(proposer, FixedLength(6)),
+                )
+                for proposer in (None, Scripted(SCRIPTS[name]))
+            ]  # fmt: skip
+            plain, drafted = (engine.generate([[4]], params) for engine in engines)
+            assert drafted == plain and plain[0].finish_reason == "stop"
+            assert engines[0].stats.generated_tokens == engines[1].stats.generated_tokens
+
+
 def test_rejected_tokens_never_come_to_the_prefix_cache() -> None:
     engine = engine_with(Scripted(SCRIPTS["half"]))
     plain = right_tokens([4], 30)
