@@ -35,7 +35,7 @@ def _times(speculator: Speculator, seconds: float) -> str:
         "drafting": figures.draft_s, "target with drafts": figures.target_s, "verifying": figures.verify_s,
         "target without": plain_s,
     }  # fmt: skip
-    parts["other"] = max(seconds - sum(parts.values()), 0.0)
+    parts["prompts and other"] = max(seconds - sum(parts.values()), 0.0)
     shown = ", ".join(f"{value / seconds:.0%} {name}" for name, value in parts.items()) if seconds else "none"
     gain = figures.speed_up
     steps = sum(one.steps for one in figures.plain.values())

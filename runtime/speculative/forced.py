@@ -22,7 +22,7 @@ class Forced:
 
     @property
     def name(self) -> str:
-        return "grammar" if self._inner is None else f"grammar+{self._inner.name}"
+        return "grammar" if self._inner is None else self._inner.name
 
     @property
     def has_tree(self) -> bool:

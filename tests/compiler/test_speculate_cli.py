@@ -31,7 +31,7 @@ def test_stats_tell_what_drafts_brought(run: Run, id_artifact: Path) -> None:
     code, _, err = run("run", id_artifact, PROMPT, *arguments)
     assert code == 0
     # 19 tokens behind the first: three rounds of 5 and one of 4
-    assert "speculation (grammar+self): 4.75 tokens a round (4 rounds), 100% of 15 drafted" in err
+    assert "speculation (self): 4.75 tokens a round (4 rounds), 100% of 15 drafted" in err
     assert "accepted by depth, behind accepted ones: ████ 100% 100% 100% 100%" in err
     assert "drafting" in err and "no step ran without drafts" in err
 

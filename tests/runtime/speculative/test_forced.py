@@ -49,7 +49,7 @@ def test_forced_tokens_come_first_and_others_are_drafted_by_the_inner_one() -> N
     requests = [request_with([5, 6]), request_with(None), request_with([]), request_with([7])]
     requests.append(request_with(None, [4, 8, 9, 4, 8]))
     alone, both = Forced(), Forced(NGram())
-    assert (alone.name, both.name, both.has_tree) == ("grammar", "grammar+ngram", False)
+    assert (alone.name, both.name, both.has_tree) == ("grammar", "ngram", False)
     forced = chain([5, 6], [1.0, 1.0])
     drafts = alone.propose([ask(request, 3) for request in requests])
     assert drafts == [forced, NO_DRAFT, NO_DRAFT, chain([7], [1.0]), NO_DRAFT]
