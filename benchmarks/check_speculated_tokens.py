@@ -104,10 +104,15 @@ def build(folder: Path, dtype: str, length: int) -> tuple[Artifact, list[tuple[s
 def compare(
     target: Artifact, method: Speculate, num_tokens: int, wanted: dict[int, list[tuple[int, ...]]], progress: Any
 ) -> tuple[int, int, float]:  # fmt: skip
-    """Tokens that were compared, that differ, and tokens a round. wanted: plain answers by batch, once known."""
+    """Tokens that were compared, that differ, and tokens a round. wanted: plain answers by batch, once known.
+
+    One thread: two would wait for each other where other work runs beside them.
+    """
     params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    drafted = Engine.from_artifact(target, speculate=method, use_tokenizer=False, num_pages=200)
-    plain = Engine.from_artifact(target, use_tokenizer=False, num_pages=200)
+    drafted = Engine.from_artifact(
+        target, speculate=method, use_tokenizer=False, num_pages=200, num_threads=1
+    )
+    plain = Engine.from_artifact(target, use_tokenizer=False, num_pages=200, num_threads=1)
     compared = differing = 0
     for batch, prompts in enumerate(batches()):
         progress("tokens", compared, num_tokens)
