@@ -111,7 +111,12 @@ def head_linear_spec(product: HeadProduct) -> KernelSpec:
     few, many = head_tiles(product, 16, 64, block_k), head_tiles(product, 64, 64, block_k // 2)
     if product.dtype == "bf16" and product.k % 8 == 0:
         many = head_tiles(product, 128, 128, 64)
-    return in_order(replace(few, when=f"{product.rows} <= 16"), replace(many, when=f"{product.rows} > 16"))
+    wanted = (
+        "" if product.rows == "T" else f"{product.rows} > 0 and "
+    )  # a step has tokens, but not always rows
+    return in_order(
+        replace(few, when=f"{wanted}{product.rows} <= 16"), replace(many, when=f"{product.rows} > 16")
+    )
 
 
 def head_tiles(product: HeadProduct, block_m: int, block_n: int, block_k: int) -> KernelSpec:

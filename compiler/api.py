@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from octavo.compiler.artifact import Artifact, check_replaceable
-from octavo.compiler.build import LOWERED_GRAPH, Built, build, pack
+from octavo.compiler.build import LOWERED_GRAPH, Built, add_step_times, build, pack
 from octavo.compiler.calibration_data import Calibration, sequences_of
 from octavo.compiler.capture import capture
 from octavo.compiler.carve_model import CARVE, carve_model
@@ -194,6 +194,7 @@ def finish(
     try:
         given = lowered.graph_module, job.target, job.settings.page_size
         built = build(*given, bars("kernels"), job.options.deterministic, job.options.trees)
+        add_step_times(built, job.target)
     except OctavoError as error:
         dumps.fail("kernels", error)
         raise

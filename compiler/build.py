@@ -93,14 +93,15 @@ def build(
         _build_host(built, program, launches, progress)
     else:
         _add_kernels(built, kernels, [launch for spec in specs.values() for launch in spec.launches])
-        if program.mesh.world == 1:
-            records = {name: json.loads(built.files[f"kernels/{name}.json"]) for name in _names(program)}
-            built.files[STEP_TIMES] = _json(predicted_step_times(program, records, target))
     return built
 
 
-def _names(program: Program) -> set[str]:
-    return {step.kernel for step in program.steps}
+def add_step_times(built: Built, target: Target) -> None:
+    """Predict the steps of a GPU's program of one rank; collectives have no model."""
+    if target.family != "cpp" and built.program.mesh.world == 1:
+        names = {step.kernel for step in built.program.steps}
+        records = {name: json.loads(built.files[f"kernels/{name}.json"]) for name in names}
+        built.files[STEP_TIMES] = _json(predicted_step_times(built.program, records, target))
 
 
 def _as_chosen(spec: KernelSpec, chosen: Mapping[str, Kernel]) -> KernelSpec:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from octavo.compiler.expert_placement import ExpertPlacement
 from octavo.compiler.mesh import Mesh
+from octavo.compiler.program import TREE
 from octavo.runtime.batch import Batch
 from octavo.runtime.model_runner import ModelRunner
 from octavo.runtime.page_moves import Move
@@ -219,8 +220,8 @@ def follow(local: ModelRunner, ranks: World) -> None:
 
 
 def arrays_of(batch: Batch) -> list[NDArray[np.int64 | np.int32]]:
-    """All arrays of a batch, in the order in which they travel."""
-    return list(batch.inputs.values())
+    """All arrays of a batch, in the order in which they travel. There are no trees over ranks."""
+    return [array for name, array in batch.inputs.items() if name != TREE]
 
 
 def empty_batch(sizes: Sequence[int], num_groups: int) -> Batch:

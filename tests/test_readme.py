@@ -89,7 +89,9 @@ def test_commands_exist() -> None:
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     }
     named = set(
-        re.findall(r"\boctavo ([a-z]+)\b(?=[^\n]*(?:`|\n))", "\n".join(re.findall(r"`[^`\n]+`", README)))
+        re.findall(
+            r"\boctavo ([a-z]+(?:-[a-z]+)*)\b(?=[^\n]*(?:`|\n))", "\n".join(re.findall(r"`[^`\n]+`", README))
+        )
     )
     assert len(named) >= 5
     assert named - commands == set(), "the README names commands that there are not"

@@ -66,6 +66,8 @@ class MtpHead(DraftHead):
             raise OptionError(f"mtp: expected a DeepSeek-V3 target, got {type(model).__name__}")
         table, last = embedding_of(model), logits_of(model)
         head = cls(copy.deepcopy(config), config.num_hidden_layers, table, last)
+        for part in head.layer.modules():
+            model._init_weights(part)  # type: ignore[operator]  # the library's layers are made of unset memory
         for module in (head.enorm, head.hnorm, head.eh_proj, head.layer, head.shared_head.norm):
             module.to(device=last.weight.device, dtype=last.weight.dtype)
         for buffer in head.layer.buffers():
