@@ -86,7 +86,9 @@ def test_the_block_of_torch_compile_runs(tmp_path: Path) -> None:
 
 def test_commands_exist() -> None:
     commands = {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+        (command.name or command.callback.__name__).replace("_", "-")
+        for command in app.registered_commands
+        if command.callback
     }
     named = set(
         re.findall(

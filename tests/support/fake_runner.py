@@ -67,7 +67,7 @@ class FakeRunner:
         for row in batch.logit_rows.tolist():
             request = int(np.searchsorted(batch.cu_seqlens_q, row, side="right")) - 1
             context = int(batch.seq_lens[request]) - (int(batch.cu_seqlens_q[request + 1]) - 1 - row)
-            if batch.tree[row]:
+            if len(batch.tree) and batch.tree[row]:
                 rows.append(self._logits(self._path(batch, request, row)))
                 continue
             seen = [

@@ -97,9 +97,8 @@ def generate(one: Served, prompts: list[list[int]], max_tokens: int) -> list[lis
 def eager_logits(graph_module: GraphModule, tokens: list[int]) -> Tensor:
     """(T, vocab) of one sequence in one step of the graph."""
     with torch.no_grad():
-        logits: Tensor = GraphModel(graph_module, PAGE_SIZE)(
-            torch.tensor([tokens]), torch.arange(len(tokens))[None]
-        )
+        outputs = GraphModel(graph_module, PAGE_SIZE)(torch.tensor([tokens]), torch.arange(len(tokens))[None])
+    logits: Tensor = outputs[0]
     return logits[0].float()
 
 
