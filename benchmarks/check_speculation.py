@@ -31,6 +31,7 @@ from octavo.runtime.sampler import Sampled, draw
 from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.speculative import accept
 from octavo.runtime.speculative.draft import ROOT, Distribution, Draft
+from octavo.runtime.speculative.policy import only
 from octavo.runtime.speculative.proposer import Asked
 from octavo.runtime.speculative.verify import Noise, Verdict
 
@@ -190,7 +191,7 @@ def without_doubtful(player: Player, asked: Asked) -> Draft:
         for probs, token in zip(draft.probs, draft.token_ids, strict=True)
         if probs is not None
     ]
-    return draft.first(next((node for node, share in enumerate(shares) if share < 0.15), len(draft)))
+    return only(draft, range(next((node for node, share in enumerate(shares) if share < 0.15), len(draft))))
 
 
 def without_repeated(player: Player, asked: Asked) -> Draft:

@@ -62,9 +62,11 @@ class Sampled(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def uniform(key: RandomKey, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, for the token at a position."""
-    return (int(random_bits(key, position, SAMPLE_STREAM, 0, 1)[0]) >> 11) * 2.0**-53
+def uniform(
+    key: RandomKey, position: int, stream: int = SAMPLE_STREAM, index: int = 0, word: int = 0
+) -> float:
+    """A number in [0, 1) with 53 random bits, for the token at a position: of one word of its place in a stream."""
+    return (int(random_bits(key, position, stream, index, word + 1)[word]) >> 11) * 2.0**-53
 
 
 def random_bits(key: RandomKey, position: int, stream: int, index: int, count: int) -> NDArray[np.uint64]:

@@ -144,16 +144,23 @@ def _with_biases(tensors: Mapping[str, Tensor], attention: str) -> dict[str, Ten
     return found
 
 
+def _table(tensors: Mapping[str, Tensor], target: nn.Module) -> nn.Embedding:
+    """The checkpoint's own, in the target's dtype, or the target's."""
+    if "embed_tokens.weight" not in tensors:
+        return embedding_of(target)
+    rows = tensors["embed_tokens.weight"].to(logits_of(target).weight.dtype)
+    table: nn.Embedding = nn.Embedding.from_pretrained(rows)
+    return table
+
+
 def _read_eagle(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], target: nn.Module, where: str
 ) -> DraftHead:
     attention = "layers.0.self_attn"
-    table, last = embedding_of(target), logits_of(target)
+    last = logits_of(target)
     ids = _ids(tensors, last.out_features, where)
     sizes = _llama(config, tensors, target, attention)
-    if "embed_tokens.weight" in tensors:
-        table = nn.Embedding.from_pretrained(tensors["embed_tokens.weight"].to(last.weight.dtype))
-    head = EagleHead(sizes, table, chosen_rows(last, ids), ids, bias="fc.bias" in tensors)
+    head = EagleHead(sizes, _table(tensors, target), chosen_rows(last, ids), ids, bias="fc.bias" in tensors)
     own = nn.ModuleDict({"fc": head.fc, "layers": head.layers}).to(last.weight.dtype)
     with torch.no_grad():
         _fill(own, _with_biases(tensors, attention), where, others=("embed_tokens.weight", *VOCABULARY))
@@ -164,16 +171,14 @@ def _read_eagle3(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], target: nn.Module, where: str
 ) -> DraftHead:
     attention = "midlayer.self_attn"
-    table, last = embedding_of(target), logits_of(target)
+    last = logits_of(target)
     ids = _ids(tensors, last.out_features, where)
     sizes = _llama(config, tensors, target, attention)
     width = embedding_of(target).embedding_dim
-    if "embed_tokens.weight" in tensors:
-        table = nn.Embedding.from_pretrained(tensors["embed_tokens.weight"].to(last.weight.dtype))
     count = len(ids) if ids is not None else last.out_features
     lm_head = nn.Linear(sizes.hidden_size, count, bias=False)
     features = config.get("eagle_aux_hidden_state_layer_ids") or default_features(target)
-    head = Eagle3Head(sizes, table, lm_head, features, width, ids)
+    head = Eagle3Head(sizes, _table(tensors, target), lm_head, features, width, ids)
     names = ("fc", "midlayer", "norm", "lm_head")
     own = nn.ModuleDict({name: getattr(head, name) for name in names}).to(last.weight.dtype)
     with torch.no_grad():

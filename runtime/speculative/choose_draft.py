@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.compiler.errors import ExecutionError
-from octavo.runtime.sampler import DRAFT_STREAM, draw, probabilities, random_bits, uniform
+from octavo.runtime.sampler import DRAFT_STREAM, draw, probabilities, uniform
 from octavo.runtime.speculative.draft import NO_DRAFT, ROOT, Distribution, Draft
 from octavo.runtime.speculative.proposer import Asked
 
@@ -84,8 +84,7 @@ class Drafting:
             token_id = draw(distribution, uniform(asked.key, self.position))
             self._take(token_id, None, float(distribution[token_id]))
             return
-        bits = int(random_bits(asked.key, self.position, DRAFT_STREAM, asked.round, 1)[0])
-        token_id = draw(distribution, (bits >> 11) * 2.0**-53)
+        token_id = draw(distribution, uniform(asked.key, self.position, DRAFT_STREAM, asked.round))
         self._take(token_id, distribution, float(distribution[token_id]))
 
     def _take(self, token_id: int, probs: Distribution | None, score: float) -> None:

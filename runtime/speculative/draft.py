@@ -63,12 +63,6 @@ class Draft:
                 return count
         return min(len(token_ids), len(self))
 
-    def first(self, count: int) -> "Draft":
-        """Without what comes behind its first `count` nodes."""
-        scores = None if self.scores is None else self.scores[:count]
-        kept = self.token_ids[:count], self.parents[:count], self.probs[:count]
-        return Draft(*kept, self.is_without_replacement, scores)
-
 
 NO_DRAFT = Draft((), (), ())
 

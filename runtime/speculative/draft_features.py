@@ -1,11 +1,22 @@
 """Hidden states of the target that a draft head has yet to read."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.runtime.chunk import Chunk
+
 Features = NDArray[Any]
+
+
+def by_chunk(chunks: Sequence[Chunk], features: Features) -> Iterator[tuple[Chunk, Features]]:
+    """Each chunk of a step with the features of its own tokens."""
+    offset = 0
+    for chunk in chunks:
+        yield chunk, features[offset : offset + chunk.num_tokens]
+        offset += chunk.num_tokens
 
 
 class PendingFeatures:

@@ -15,7 +15,7 @@ from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch
 from octavo.runtime.speculative.choose_draft import Drafting
 from octavo.runtime.speculative.draft import Draft
-from octavo.runtime.speculative.draft_features import PendingFeatures
+from octavo.runtime.speculative.draft_features import PendingFeatures, by_chunk
 from octavo.runtime.speculative.model import DraftModel
 from octavo.runtime.speculative.proposer import Asked
 
@@ -42,11 +42,10 @@ class MedusaProposer:
     def observe(self, chunks: Sequence[Chunk], batch: Batch, features: NDArray[Any] | None) -> None:
         """Keep the features of each branch's step: those of the last accepted token are in it."""
         assert features is not None, "heads beside a target without features"
-        self._like, offset = features[:1], 0
-        for chunk in chunks:
+        self._like = features[:1]
+        for chunk, rows in by_chunk(chunks, features):
             pending = self._features[chunk.branch] = PendingFeatures()
-            pending.add(chunk.start, features[offset : offset + chunk.num_tokens])
-            offset += chunk.num_tokens
+            pending.add(chunk.start, rows)
 
     def propose(self, asked: Sequence[Asked]) -> list[Draft]:
         chunks = [Chunk(each.request, each.branch, len(each.branch.tokens) - 1, 1) for each in asked]

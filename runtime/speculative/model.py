@@ -16,7 +16,7 @@ from octavo.runtime.paged_memory import PagedMemory
 from octavo.runtime.request import Branch
 from octavo.runtime.speculative.choose_draft import Drafting
 from octavo.runtime.speculative.draft import Draft, chain
-from octavo.runtime.speculative.draft_features import PendingFeatures
+from octavo.runtime.speculative.draft_features import PendingFeatures, by_chunk
 from octavo.runtime.speculative.draft_pages import FilledSlots
 from octavo.runtime.speculative.proposer import Asked
 
@@ -101,11 +101,8 @@ class ModelProposer:
             return
         assert features is not None, "a head beside a target without features"
         features = _beside_zeros(features, self._model.own_width, before=False)
-        self._like, offset = features[:1], 0
-        late = []
-        for chunk in chunks:
-            rows = features[offset : offset + chunk.num_tokens]
-            offset += chunk.num_tokens
+        self._like, late = features[:1], []
+        for chunk, rows in by_chunk(chunks, features):
             progress = self._progress_of(chunk.branch)
             progress.features.add(chunk.start, rows)
             known = chunk.start + chunk.length

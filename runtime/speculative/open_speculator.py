@@ -54,7 +54,7 @@ def _proposer(options: Speculate, target: Artifact, runner: ModelRunner, num_thr
     _check(draft, target, runner)
     if options.method == "self":
         return ModelProposer(_self_draft(draft, target, runner, num_threads, facts), "self")
-    model = _beside(draft, target, runner, num_threads)
+    model = _beside(draft, target, runner, num_threads, facts)
     if facts.get("kind") == "medusa":
         return MedusaProposer(model, int(facts["heads"]))
     return ModelProposer(model, str(facts.get("kind", "model")))
@@ -79,14 +79,15 @@ def _check(draft: Artifact, target: Artifact, runner: ModelRunner) -> None:
         )
 
 
-def _beside(draft: Artifact, target: Artifact, runner: ModelRunner, num_threads: int | None) -> DraftModel:
+def _beside(
+    draft: Artifact, target: Artifact, runner: ModelRunner, num_threads: int | None, facts: Mapping[str, Any]
+) -> DraftModel:
     """A draft with pages of its own."""
     target_ids = _target_ids(draft, target)
-    num_heads = int(draft.manifest["provenance"].get("draft", {}).get("heads", 1))
+    num_heads, own_width = int(facts.get("heads", 1)), int(facts.get("own_width", 0))
     if target_ids is None and draft.model.vocab_size != num_heads * target.model.vocab_size:
         # Rows of a head may be padded; ids below the smaller of both are the same tokens, if the tokenizers are.
         _check_tokenizers(draft, target)
-    own_width = int(draft.manifest["provenance"].get("draft", {}).get("own_width", 0))
     has_features = _check_features(draft.program, target.program, own_width)
     own = open_runner(draft, runner.num_pages, num_threads, num_host_pages=runner.num_host_pages)
     return DraftModel(

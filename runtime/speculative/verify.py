@@ -21,7 +21,6 @@ from octavo.runtime.sampler import (
     RESIDUAL_STREAM,
     RandomKey,
     draw,
-    random_bits,
     uniform,
 )
 from octavo.runtime.speculative.draft import ROOT, Distribution, Draft
@@ -58,13 +57,11 @@ class Noise:
 
     def accept(self, depth: int, sibling: int) -> float:
         """Whether a token is accepted, `sibling` others being tried before it at its depth."""
-        words = random_bits(self.key, self.position + depth, ACCEPT_STREAM, self.round, sibling + 1)
-        return (int(words[sibling]) >> 11) * 2.0**-53
+        return uniform(self.key, self.position + depth, ACCEPT_STREAM, self.round, sibling)
 
     def residual(self, depth: int) -> float:
         """Which token takes the place of those that were not accepted."""
-        words = random_bits(self.key, self.position + depth, RESIDUAL_STREAM, self.round, 1)
-        return (int(words[0]) >> 11) * 2.0**-53
+        return uniform(self.key, self.position + depth, RESIDUAL_STREAM, self.round)
 
     def plain(self, depth: int) -> float:
         """Which token comes where none was drafted: the number that plain decoding draws it with."""

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from heads import PROMPTS, two_prompts
 from models import LONGEST, VOCAB, tiny
 from stages import BF16, FP32, compiled, greedy
 from zoo import build
@@ -14,30 +15,14 @@ from zoo import build
 import octavo
 from octavo.compiler.capture import reference_logits
 from octavo.compiler.eager_runner import EagerRunner
-from octavo.runtime.batch import Batch
 from octavo.runtime.engine import Engine
 from octavo.runtime.model_runner import NativeRunner
 from octavo.runtime.sampling_params import SamplingParams
 
-PROMPTS = [[1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
-
-
-def one_batch() -> Batch:
-    """Two prompts; request 0 in page 3, request 1 in pages 1 and 2, four tokens a page."""
-    return Batch(
-        input_ids=np.array([*PROMPTS[0], *PROMPTS[1]], np.int64),
-        positions=np.array([0, 1, 2, *range(8)], np.int64),
-        slot_mapping=np.array([12, 13, 14, 4, 5, 6, 7, 8, 9, 10, 11], np.int64),
-        page_table=np.array([[3, 0], [1, 2]], np.int32),
-        seq_lens=np.array([3, 8], np.int32),
-        cu_seqlens_q=np.array([0, 3, 11], np.int32),
-        logit_rows=np.array([2, 10], np.int64),
-    )
-
 
 def test_a_mixture_of_experts_runs_as_the_host_program_does() -> None:
     artifact = octavo.compile(build("gpt_oss"), page_size=4).artifact
-    batch = one_batch()
+    batch = two_prompts()
     # Layers with a window have tables of their own: here the other pages of the pool.
     others = np.array([[7, 0], [5, 6]], np.int32), batch.slot_mapping + 4 * 4
     batch = replace(batch, windowed=(others,))
@@ -49,20 +34,20 @@ def test_a_mixture_of_experts_runs_as_the_host_program_does() -> None:
 @pytest.mark.parametrize("name", ["llama", "sdpa"])
 def test_logits_are_the_models_and_the_host_programs(name: str) -> None:
     artifact = compiled(name).artifact
-    logits = EagerRunner(artifact, 8).run(one_batch())
+    logits = EagerRunner(artifact, 8).run(two_prompts())
     assert logits.shape == (2, VOCAB)
     assert logits.dtype == np.float32
     for row, prompt in zip(logits, PROMPTS, strict=True):
         with torch.no_grad():
             expected = reference_logits(tiny(name), torch.tensor([prompt]))[0, -1].numpy()
         assert np.abs(row - expected).max() < 1e-5 * np.abs(expected).max()
-    native = NativeRunner(artifact, 8).run(one_batch())
+    native = NativeRunner(artifact, 8).run(two_prompts())
     assert np.abs(logits - native).max() < 1e-5 * np.abs(native).max()
 
 
 def test_pages_keep_what_was_written() -> None:
     runner = EagerRunner(compiled("llama").artifact, 8)
-    runner.run(one_batch())
+    runner.run(two_prompts())
     assert runner.num_pages == 8
     written = [page for page in range(8) if runner.caches["k_cache_1"][page].abs().max() > 0]
     assert written == [1, 2, 3]

@@ -23,7 +23,7 @@ from octavo.runtime.prefix_cache import SHARED_KEY
 from octavo.runtime.request import Branch, Request
 from octavo.runtime.sampler import DRAFT_STREAM, RandomKey, draw
 from octavo.runtime.sampling_params import SamplingParams
-from octavo.runtime.speculative import accept, choose_draft, verify
+from octavo.runtime.speculative import accept, choose_draft
 from octavo.runtime.speculative.accept import Rule
 from octavo.runtime.speculative.choose_draft import Drafting
 from octavo.runtime.speculative.draft import ROOT, Distribution, Draft
@@ -157,8 +157,7 @@ def kept_bits(key: RandomKey, position: int, stream: int, index: int, count: int
 def sped_up() -> Iterator[None]:
     """Pure functions that answer alike, sooner."""
     with contextlib.ExitStack() as stack:
-        for module in (sampler, verify, choose_draft):
-            stack.enter_context(mock.patch.object(module, "random_bits", kept_bits))
+        stack.enter_context(mock.patch.object(sampler, "random_bits", kept_bits))
         for caller in (accept, choose_draft):
             stack.enter_context(mock.patch.object(caller, "probabilities", probabilities))
         yield

@@ -34,7 +34,7 @@ def fault(name: str, *changes: tuple[str, str]) -> Fault:
 
 
 _SUBTRACTED = "np.subtract(left, less, out=less)\n    return np.maximum(less, 0, out=less)"
-_COLLAPSED = "return float(round((int(words[sibling]) >> 11) * 2.0**-53))"
+_ACCEPT = "uniform(self.key, self.position + depth, ACCEPT_STREAM, self.round, sibling)"
 _EXCESS_OF_P = "_excess(rows[length], 1.0, draft.token_ids[length], drawn_from[length])"
 
 RESIDUAL_IS_P = fault("residual is p", (_SUBTRACTED, "return left.copy()"))
@@ -55,7 +55,7 @@ DRAFT_NOISE_RECOVERS = fault(
 )
 DRAFT_NOISE_ACCEPTS = fault("accepted by the draft's numbers", ("ACCEPT_STREAM, self.round", "1, self.round"))
 ALL_OR_NOTHING = fault(
-    "numbers collapse to 0 and 1", ("return (int(words[sibling]) >> 11) * 2.0**-53", _COLLAPSED)
+    "numbers collapse to 0 and 1", (f"return {_ACCEPT}", f"return float(round({_ACCEPT}))")
 )
 BONUS_TOO_EARLY = fault(
     "block: bonus of a row too early", ("draw(target(length - 1)", "draw(rows[length - 1]")

@@ -13,7 +13,7 @@ from octavo.runtime.sampling_params import SamplingParams
 from octavo.runtime.speculative.accept import Rule
 from octavo.runtime.speculative.draft import Draft
 from octavo.runtime.speculative.model import DraftModel, ModelProposer
-from octavo.runtime.speculative.policy import Adaptive, FixedLength
+from octavo.runtime.speculative.policy import Adaptive, FixedLength, only
 from octavo.runtime.speculative.proposer import Proposer
 from octavo.runtime.speculative.speculator import Speculator
 from octavo.runtime.stats import prometheus_text
@@ -219,7 +219,7 @@ class Cut(FixedLength):
     """Asks for more than it lets through: what follows a cut draft may be what was drafted."""
 
     def trim(self, branches: Any, drafts: Any, num_known: int) -> list[Draft]:
-        return [draft.first(1) for draft in drafts]
+        return [only(draft, [0]) for draft in drafts]
 
 
 def test_a_draft_that_is_cut_may_go_on_as_it_was_drafted() -> None:
